@@ -1,0 +1,292 @@
+"""A cell: one actor in one process. A mailbox, the thread that runs it, and its place in the ownership tree.
+
+    states      starting -> running -> stopping -> stopped
+                                  \\-> failed
+    a message   deliver() on the runtime thread -> queue -> the actor's thread: unpickle, run, reply
+    a failure   fail(): reply to everyone waiting, stop what it owns, __cleanup__(exc), tell the owner
+
+Sync actors own one thread for life; async actors own one thread with one asyncio loop. Both take one message at a
+time. Supervision events go before queued messages.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from monarch.config import store
+from monarch.runtime.errors import ActorError, RemoteException, SupervisionError
+from monarch.runtime.failure import Exit, MeshFailure, death_report
+from monarch.runtime.future import Future
+from monarch.wire import pickling
+from monarch.wire.frames import ERROR, Frame
+
+if TYPE_CHECKING:
+    from monarch.runtime.node import Host, Node
+
+log = logging.getLogger("monarch.runtime")
+
+
+class Spec(NamedTuple):
+    """What a process needs to know to create an actor, besides class and arguments."""
+
+    name: str  #: as given to spawn
+    full_name: str  #: unique, `<label>-<suffix>`
+    class_name: str
+    labels: tuple[str, ...]
+    sizes: tuple[int, ...]
+    owner_node: int
+    owner_host: tuple[Any, ...]  #: a Host
+    owner_actor: int
+    parent: str  #: display of the spawning actor
+    creator: Any  #: CreatorInstance of the spawning actor
+    is_async: bool
+    mesh: Any  #: the proc mesh it was spawned on (a reference)
+
+
+class View(NamedTuple):
+    """The handle a message was sent through: method, and the shape its rank is relative to."""
+
+    method: str
+    labels: tuple[str, ...]
+    sizes: tuple[int, ...]
+    as_endpoint: int  #: 0 an endpoint; 1 a plain method called as one; 2 with an explicit port
+    caller: tuple[Any, ...]  #: the Host of the calling process, for response ports that travel on
+
+
+_views: dict[bytes, View] = {}
+
+
+def view_of(meta: Any) -> View:
+    meta = bytes(meta)
+    view = _views.get(meta)
+    if view is None:
+        if len(_views) > 10_000:
+            _views.clear()
+        view = _views[meta] = View(*pickling.loads(meta))
+    return view
+
+
+class Here(NamedTuple):
+    """Where code runs now: the cell, and the shape and rank of the message being handled."""
+
+    cell: Cell
+    labels: tuple[str, ...]
+    sizes: tuple[int, ...]
+    rank: int
+
+
+here: contextvars.ContextVar[Here | None] = contextvars.ContextVar("monarch_here", default=None)
+
+
+class Owned(NamedTuple):
+    """A mesh owned by an actor: how to stop it, and which processes it depends on."""
+
+    name: str
+    nodes: dict[int, int]  #: node -> rank in the whole mesh
+    display: Callable[[int], str]
+    stop: Callable[[str], Future[Any]]
+    is_procs: bool
+    mesh: Any
+
+
+def describe(name: str, labels: tuple[str, ...], sizes: tuple[int, ...], rank: int) -> str:
+    """The `{'gpus': 0/4}` part of a display; empty for zero dims."""
+    parts = []
+    for label, size in zip(reversed(labels), reversed(sizes), strict=True):
+        parts.append(f"'{label}': {rank % size}/{size}")
+        rank //= size
+    return "{" + ", ".join(reversed(parts)) + "}" if parts else ""
+
+
+class Cell:
+    """Base of both kinds of actors; also the client's root (class Root in client.py)."""
+
+    def __init__(self, node: Node, ident: int, rank: int, spec: Spec) -> None:
+        self.node = node
+        self.id = ident
+        self.rank = rank
+        self.spec = spec
+        self.state = "starting"
+        self.report = ""
+        self.instance: Any = None  #: the actor layer's Instance, made on demand
+        self.obj: Any = None
+        self.owned: list[Owned] = []
+        self.stopped: Future[None] = Future._make()
+        self.running = ""  #: the endpoint being run, for people
+        self._lock = threading.Lock()
+        self._table: dict[str, Any] = {}
+        where = describe(spec.name, spec.labels, spec.sizes, rank)
+        self.display = f"{spec.parent}.<{spec.class_name} {spec.name}{where}>"
+
+    # -- what subclasses say
+
+    def deliver(self, frame: Frame) -> None:
+        raise NotImplementedError
+
+    def post_event(self, event: MeshFailure) -> None:
+        """A failure of an owned mesh, to be handled before queued messages."""
+        raise NotImplementedError
+
+    def request_stop(self, reason: str, drain: bool = True) -> Future[None]:
+        """Stops after queued messages (at once when not `drain`); the future settles when cleanup is done."""
+        raise NotImplementedError
+
+    # -- shared by both kinds
+
+    def set_here(self, view: View | None, rank: int) -> None:
+        if view is None:
+            here.set(Here(self, self.spec.labels, self.spec.sizes, self.rank))
+        else:
+            here.set(Here(self, view.labels, view.sizes, rank))
+
+    def lookup(self, view: View) -> tuple[Callable[..., Any], bool, bool]:
+        """(function, explicit port, concurrent) for a method of this actor."""
+        found = self._table.get(view.method)
+        if found is None or view.as_endpoint:
+            attr = inspect.getattr_static(type(self.obj), view.method, None)
+            method = getattr(attr, "_method", None)
+            if method is not None and not view.as_endpoint:
+                concurrent = bool(getattr(attr, "_concurrent", False))
+                explicit = bool(attr._explicit_response_port) and not getattr(attr, "_returning", False)
+                found = (method.__get__(self.obj), explicit, concurrent)
+            elif view.as_endpoint:
+                found = (getattr(self.obj, view.method), view.as_endpoint == 2, False)
+            else:
+                raise AttributeError(f"{type(self.obj).__name__} has no endpoint {view.method!r}")
+            if not view.as_endpoint:
+                self._table[view.method] = found
+        return found
+
+    def arguments(self, frame: Frame) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        parts = frame.parts
+        args, kwargs = pickling.loads(parts[1], parts[2:])
+        return args, kwargs
+
+    def answer(self, frame: Frame, value: Any) -> None:
+        """Replies with a value; a value that refuses pickling becomes an error for the caller."""
+        if not frame.reply:
+            return
+        payload = pickling.dumps(value)
+        self.node.reply(frame, 0, (b"", payload.stream(), *payload.buffers))
+
+    def answer_error(self, frame: Frame, error: BaseException, message: str) -> None:
+        self.node.reply(frame, ERROR, (b"", dump_error(error, message)))
+
+    def call_name(self, view: View) -> str:
+        return f"{self.spec.name}.{view.method}"
+
+    def died(self, reason: str, *, failed: bool) -> list[Frame]:
+        """Leaves the running state: later messages are answered by the node. Returns nothing twice."""
+        with self._lock:
+            if self.state in ("failed", "stopped"):
+                return []
+            self.state = "failed" if failed else "stopped"
+            self.report = death_report(self.display, reason) if failed else (
+                f"{self.display} has status: stopped: {reason}"
+            )  # fmt: skip
+            self.node.dead_cells[self.id] = self.report
+            self.node.cells.pop(self.id, None)
+            self.node.ending[self.id] = self
+        return self.pending()
+
+    def pending(self) -> list[Frame]:
+        raise NotImplementedError
+
+    def tell_owner(self, cause: str, chain: str = "") -> None:
+        spec = self.spec
+        failure = MeshFailure(spec.full_name, [self.rank], self.display, cause, chain=chain)
+        from monarch.runtime.node import Host
+
+        frame = self.node.control_frame(spec.owner_node, "failure", failure, key=spec.owner_actor)
+        try:
+            self.node.send(frame, Host(*spec.owner_host))
+        except Exception:  # the owner is gone too; its own owner hears of that
+            log.debug("owner of %s is gone", self.display)
+
+    def stop_owned(self, reason: str, seconds: float) -> None:
+        """Stops what this actor owns, newest first, and waits. On the actor's own thread."""
+        owned, self.owned = self.owned[::-1], []
+        if not owned:
+            return
+        from monarch.runtime.future import wait_all
+
+        actors = [o.stop(reason) for o in owned if not o.is_procs]
+        wait_all(actors, seconds)
+        wait_all([o.stop(reason) for o in owned if o.is_procs], seconds)
+
+    def owner_is(self, node: int) -> bool:
+        return self.spec.owner_node == node
+
+    def node_down(self, node: int, exit: Exit) -> None:
+        """A process died: events for the meshes of mine that had a rank there."""
+        if not exit.failed:
+            return
+        hit = [o for o in self.owned if node in o.nodes]
+        actors = [o for o in hit if not o.is_procs]
+        for o in actors or hit:
+            rank = o.nodes[node]
+            self.post_event(
+                MeshFailure(o.name, [rank], o.display(rank), exit.describe(), exit=exit, mesh=None)
+            )
+
+
+def dump_error(error: BaseException, message: str) -> bytes:
+    """An ActorError, pickled. An exception that does not survive pickling is replaced by a stand-in."""
+    wrapped = ActorError(error, message)
+    try:
+        data = pickling.dump_bytes(wrapped)
+        if type(error).__module__ != "builtins":
+            pickling.loads(data)
+        return data
+    except Exception:
+        stand_in = RemoteException(f"{type(error).__module__}.{type(error).__qualname__}", _safe_text(error))
+        replaced = ActorError(stand_in, message)
+        replaced.exception_formatted = wrapped.exception_formatted
+        return pickling.dump_bytes(replaced)
+
+
+def _safe_text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "<no text>"
+
+
+def format_failure(error: BaseException) -> str:
+    """The reason text for an actor that an exception ended."""
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def supervise(cell: Cell, failure: MeshFailure, outcome: Any, raised: BaseException | None) -> str | None:
+    """The reason `cell` fails, given what its handler returned or raised; None when it handled the failure."""
+    if raised is None and outcome:
+        return None
+    report = failure.report()
+    if raised is not None:
+        return f"{format_failure(raised)}\nThis error occurred while handling another failure:\n{report}"
+    return f"it failed because it did not handle a supervision event from its child:\n{report}"
+
+
+def overrides(obj: Any, hook: str) -> Any:
+    """The user's version of a hook, or None when only the base class's documentation stub is there."""
+    method = getattr(obj, hook, None)
+    return None if method is None or getattr(method, "_is_stub", False) else method
+
+
+def cleanup_limit() -> float:
+    return float(store.effective("cleanup_timeout"))
+
+
+def stop_limit() -> float:
+    return float(store.effective("stop_actor_timeout"))
+
+
+__all__ = ["Cell", "Here", "Host", "Owned", "Spec", "SupervisionError", "View", "here", "view_of"]
+_ = os

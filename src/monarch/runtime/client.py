@@ -1,0 +1,320 @@
+"""The client: the node of the user's script, its root of the ownership tree, and its end.
+
+Made once per process, on first use, whichever thread comes first. In a worker process `install` puts the worker's
+own node here instead, so that `current_node()` is the same question everywhere.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from monarch.config import store
+from monarch.runtime.cell import Cell, Here, Spec, here
+from monarch.runtime.errors import WouldBlockRuntime
+from monarch.runtime.failure import Exit, MeshFailure
+from monarch.runtime.future import Future, thread_wait, wait_all
+from monarch.runtime.node import Host, Node, new_mesh_id
+from monarch.wire.frames import Frame
+
+ROOT_ACTOR = 1
+
+_lock = threading.Lock()
+_node: Node | None = None
+_host: Host | None = None
+_orders: dict[str, Any] = {}
+_ended: Future[None] | None = None
+_pid = 0
+
+#: replaced by the actor layer: looks up `monarch.actor.unhandled_fault_hook` at the time of each fault
+fault_hook: Callable[[MeshFailure], None] = lambda failure: sys.exit(1)
+
+
+class UnhandledFault(KeyboardInterrupt, SystemExit):
+    """Raised in the main thread when a failure reached the root and nobody handled it.
+
+    A KeyboardInterrupt, so that every interruptible wait ends; a SystemExit, so that the exit status is its code.
+    """
+
+
+class Root(Cell):
+    """The user's script, as an actor: it owns meshes; failures that reach it go to `unhandled_fault_hook`."""
+
+    def __init__(self, node: Node, host: Host) -> None:
+        spec = Spec("root", "client", "", (), (), node.id, tuple(host), 0, "", None, False, None)
+        super().__init__(node, ROOT_ACTOR, 0, spec)
+        self.display = "<root>"
+        self.state = "running"
+        self.faults: queue.SimpleQueue[MeshFailure | None] = queue.SimpleQueue()
+        self.thread: threading.Thread | None = None
+        self.handling = 0
+
+    def deliver(self, frame: Frame) -> None:
+        self.node.reply_dead(frame, "the client is not an actor that can be called")
+
+    def pending(self) -> list[Frame]:
+        return []
+
+    def tell_owner(self, cause: str, chain: str = "") -> None:
+        pass
+
+    def request_stop(self, reason: str, drain: bool = True) -> Future[None]:
+        return Future._of(None)
+
+    def post_event(self, event: MeshFailure) -> None:
+        self.handling += 1
+        self.faults.put(event)
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._handle_faults, name="monarch-root", daemon=True)
+            self.thread.start()
+
+    def _handle_faults(self) -> None:
+        here.set(Here(self, (), (), 0))
+        while True:
+            failure = self.faults.get()
+            if failure is None:
+                return
+            try:
+                fault_hook(failure)
+            except BaseException as e:
+                self._unhandled(failure, e)
+            finally:
+                self.handling -= 1
+
+    def _unhandled(self, failure: MeshFailure, raised: BaseException) -> None:
+        code = raised.code if isinstance(raised, SystemExit) else 1
+        extra = "" if isinstance(raised, SystemExit) else f"\nThe fault hook raised {type(raised).__name__}: {raised}"
+        print(
+            f"Unhandled monarch error on the root actor, hostname={socket.gethostname()}, PID={os.getpid()} "
+            f"at time {time.strftime('%Y-%m-%d %H:%M:%S')}:\n{failure.report()}{extra}",
+            file=sys.stderr,
+            flush=True,
+        )
+        interrupt_main(code if isinstance(code, int) else 1)
+
+
+_fault_code: int | None = None
+_our_handler = False
+
+
+def interrupt_main(code: int) -> None:
+    """Ends the program: raises UnhandledFault in the main thread, out of whatever it waits for."""
+    global _fault_code
+    _fault_code = code
+    if _our_handler and signal.getsignal(signal.SIGINT) is _on_interrupt:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    else:
+        _thread.interrupt_main()
+
+
+def _on_interrupt(number: int, stack: Any) -> None:
+    global _fault_code
+    code, _fault_code = _fault_code, None
+    if code is not None:
+        raise UnhandledFault(code)
+    signal.default_int_handler(number, stack)
+
+
+def _quiet_fault(kind: Any, value: Any, trace: Any) -> None:
+    if not isinstance(value, UnhandledFault):
+        _previous_hook(kind, value, trace)
+
+
+_previous_hook = sys.excepthook
+
+
+def install(node: Node, host: Host, orders: dict[str, Any]) -> None:
+    """In a worker: its node is what this process sends from."""
+    global _node, _host, _orders, _pid
+    _node, _host, _orders, _pid = node, host, orders, os.getpid()
+
+
+def orders() -> dict[str, Any]:
+    """In a worker: what it was told when it was started. Empty in the client."""
+    return _orders
+
+
+def current_node() -> Node:
+    """This process's node; makes the client on first use. RuntimeError after shutdown, or in a forked child."""
+    node = _node
+    if node is not None and _ended is None and _pid == os.getpid():
+        return node
+    return start()
+
+
+def current_host() -> Host:
+    current_node()
+    assert _host is not None
+    return _host
+
+
+def exists() -> bool:
+    return _node is not None
+
+
+def is_worker() -> bool:
+    return bool(_orders)
+
+
+def start() -> Node:
+    global _node, _host, _pid
+    if getattr(thread_wait, "refuse", None):
+        raise WouldBlockRuntime("the client cannot be created on the framework's runtime thread")
+    with _lock:
+        if _ended is not None:
+            raise RuntimeError("the client was shut down (shutdown_context); it cannot be used again in this process")
+        if _node is not None:
+            if _pid != os.getpid():
+                raise RuntimeError("a forked child may not use its parent's client; leave it by exec or os._exit")
+            return _node
+        node = _make_client()
+        _pid = os.getpid()
+        _node = node
+        return node
+
+
+def _make_client() -> Node:
+    from monarch.runtime.agent import HostAgent
+
+    global _host, _our_handler, _previous_hook
+    ident = new_mesh_id()
+    transport = str(store.effective("default_transport"))
+    over_tcp = transport.startswith(("tcp", "tls", "metatls"))
+    bind = transport if "://" in transport else "tcp://127.0.0.1:0"
+    secret = os.urandom(32) if over_tcp else None
+    node = Node(ident, ident, secret=secret)
+    agent = HostAgent(node, Host(ident, ""))
+    agent.over_tcp = over_tcp
+    address = node.listen(bind if over_tcp else f"ipc://{agent.folder}/agent", secret)
+    _host = agent.host = Host(ident, address)
+    root = Root(node, _host)
+    node.cells[ROOT_ACTOR] = root
+    _add_worker_handlers(node)
+    node.poller.start("monarch-runtime")
+    node.poller.post(_refuse_waits)
+    if threading.current_thread() is threading.main_thread():
+        with contextlib.suppress(ValueError):
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, _on_interrupt)
+                _our_handler = True
+    _previous_hook = sys.excepthook
+    sys.excepthook = _quiet_fault
+    os.environ.setdefault("MONARCH_CLIENT_TRACE_ID", f"{ident:x}")
+    atexit.register(_at_exit)
+    return node
+
+
+def _refuse_waits() -> None:
+    thread_wait.refuse = True
+
+
+def _add_worker_handlers(node: Node) -> None:
+    """The client can run actors too (`this_proc().spawn`, controllers)."""
+
+    def spawn(frame: Frame, *spec: Any) -> None:
+        from monarch.runtime.child import start_actor
+
+        start_actor(node, frame, Spec(*spec))
+        owner = Spec(*spec)
+        if owner.owner_node != node.id and node.agent is not None:
+            node.agent.watchers.setdefault(owner.owner_node, set())
+
+    def stop(frame: Frame, reason: str) -> None:
+        from monarch.runtime.child import stop_actor
+
+        stop_actor(node, frame, reason)
+
+    def failure(frame: Frame, failure: MeshFailure) -> None:
+        cell = node.cells.get(frame.key)
+        if cell is not None:
+            cell.post_event(failure)
+
+    def down(dead: int, exit: Exit) -> None:
+        from monarch.runtime.child import react_to_death
+
+        react_to_death(node, dead, exit)
+
+    node.control |= {"spawn": spawn, "stop_actor": stop, "failure": failure}
+    node.on_node_down.append(down)
+
+
+def root() -> Root:
+    cell = current_node().cells[ROOT_ACTOR]
+    assert isinstance(cell, Root)
+    return cell
+
+
+def current_here() -> Here:
+    """Where this code runs: an actor's message, or the root client."""
+    now = here.get()
+    if now is not None and now.cell.node is _node:
+        return now
+    node = current_node()
+    if is_worker():
+        return Here(_plain_sender(node), (), (), 0)
+    return Here(root(), (), (), 0)
+
+
+def _plain_sender(node: Node) -> Cell:
+    """The identity of threads in a worker that no actor's context reached: one per process, never a new client."""
+    cell = node.cells.get(ROOT_ACTOR)
+    if cell is None:
+        from monarch.runtime.bootstrap import PlainSender
+
+        cell = node.cells[ROOT_ACTOR] = PlainSender(node, _orders)
+    return cell
+
+
+def shutdown(budget: float) -> Future[None]:
+    """Ends the client: stops what it owns (cleanups included), then everything else. Idempotent."""
+    global _ended
+    with _lock:
+        if _node is None or is_worker():
+            return Future._of(None)
+        if _ended is not None:
+            return Future._of(None)
+        done: Future[None] = Future._make()
+        _ended = done
+        node = _node
+    threading.Thread(target=_shut_down, args=(node, budget, done), name="monarch-shutdown", daemon=True).start()
+    return done
+
+
+def _shut_down(node: Node, budget: float, done: Future[None]) -> None:
+    cell = node.cells.get(ROOT_ACTOR)
+    try:
+        if cell is not None:
+            here.set(Here(cell, (), (), 0))
+            local = [c for c in node.cells.values() if c is not cell]
+            cell.stop_owned("the client is shutting down", budget)
+            wait_all([c.request_stop("the client is shutting down") for c in local], budget)
+        if node.agent is not None:
+            node.agent.close()
+    finally:
+        for port in list(node.ports.values()):
+            port.node_down_all("the client was shut down")
+        node.close()
+        if node.poller.thread is not None:
+            node.poller.thread.join(2.0)
+        done._settle(None)
+
+
+def _at_exit() -> None:
+    """At interpreter exit: a moment for failures that are on their way, then an orderly end."""
+    if _pid != os.getpid() or _node is None:
+        return
+    limit = float(store.effective("cleanup_timeout"))
+    wait_all([shutdown(limit)], 2 * limit)
+
+
+atexit_limit = 1.0

@@ -1,0 +1,101 @@
+"""What is told about a failure: how a process ended, and the event that climbs the ownership tree."""
+
+from __future__ import annotations
+
+import datetime
+import signal
+import textwrap
+from typing import Any, NamedTuple
+
+
+class Exit(NamedTuple):
+    """How a process ended. `kind` is `stopped` (orderly), `exited`, `killed`, or `lost` (nobody saw it end)."""
+
+    kind: str
+    code: int = 0
+    core: bool = False
+    who: str = ""  #: process name and pid, for people
+    detail: str = ""
+
+    @classmethod
+    def of_status(cls, status: int, stopping: bool, who: str) -> Exit:
+        """From a `waitpid` status."""
+        import os
+
+        if os.WIFSIGNALED(status):
+            return cls("stopped" if stopping else "killed", os.WTERMSIG(status), os.WCOREDUMP(status), who)
+        code = os.WEXITSTATUS(status)
+        return cls("stopped" if stopping else "exited", code, False, who)
+
+    def describe(self) -> str:
+        where = f" [{self.who}]" if self.who else ""
+        tail = f"\n{self.detail}" if self.detail else ""
+        if self.kind == "killed":
+            try:
+                name = signal.Signals(self.code).name
+            except ValueError:
+                name = f"signal {self.code}"
+            core = ", core" if self.core else ""
+            return f"the process this actor was running on failed: Killed(sig={self.code}{core}) ({name}){where}{tail}"
+        if self.kind == "exited" and self.code:
+            return f"the process this actor was running on exited with non-zero code {self.code}{where}{tail}"
+        if self.kind == "exited":
+            return (
+                "the process this actor was running on exited unexpectedly: process exited cleanly (code 0) "
+                f"outside an orderly stop{where}{tail}"
+            )
+        if self.kind == "stopped":
+            return f"has status: stopped: {self.detail or 'the process was stopped by its owner'}{where}"
+        return f"the process this actor was running on was lost: {self.detail or 'connection closed'}{where}"
+
+    @property
+    def failed(self) -> bool:
+        return self.kind != "stopped"
+
+
+def death_report(display: str, reason: str) -> str:
+    """The text that `report()` and `SupervisionError` show for a dead actor."""
+    return f"The actor {display} and all its descendants have failed:\n" + textwrap.indent(reason.rstrip(), "    ")
+
+
+class MeshFailure:
+    """One failure, as its owner is told. Read-only, picklable.
+
+    `mesh_name` is the unique name of the failing mesh, `<spawn name>-<suffix>`; `crashed_ranks` are ranks in the
+    whole mesh; `cause` is the reason alone; `exit_code` and `signal` are set when a process ended;
+    `occurred_at` is an aware datetime.
+    """
+
+    def __init__(
+        self,
+        mesh_name: str,
+        crashed_ranks: list[int],
+        display: str,
+        cause: str,
+        *,
+        exit: Exit | None = None,
+        chain: str = "",
+        mesh: Any = None,
+    ) -> None:
+        self.mesh_name = mesh_name
+        self.crashed_ranks = list(crashed_ranks)
+        self.display = display
+        self.cause = cause
+        self.chain = chain
+        self.exit_code = exit.code if exit is not None and exit.kind == "exited" else None
+        self.signal = exit.code if exit is not None and exit.kind == "killed" else None
+        self.occurred_at = datetime.datetime.now(datetime.timezone.utc)
+        self.mesh = mesh
+
+    def report(self) -> str:
+        """A report for people, root cause included."""
+        text = death_report(self.display, self.cause)
+        return f"{self.chain}\n{text}" if self.chain else text
+
+    def __repr__(self) -> str:
+        return (
+            f"MeshFailure(mesh_name={self.mesh_name}, crashed_ranks={self.crashed_ranks}, "
+            f"event=Supervision event: actor {self.display} failed: {self.cause})"
+        )
+
+    __str__ = __repr__

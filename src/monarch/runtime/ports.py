@@ -1,0 +1,219 @@
+"""Ports and receivers: where values may be sent, and where they are taken out, in order."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import weakref
+from typing import Any, Generic, TypeVar
+
+from monarch.runtime.cell import here
+from monarch.runtime.future import Future
+from monarch.runtime.node import Host, Node, NodeDown
+from monarch.runtime.node import Port as Sink
+from monarch.wire import pickling
+from monarch.wire.frames import DEAD, ERROR, RANKED, REPLY, Frame
+
+R = TypeVar("R")
+log = logging.getLogger("monarch.actor")
+
+
+def decode(frame: Frame, endpoint: str | None = None) -> Any:
+    """The value of a reply; raises what it carries."""
+    flags, parts = frame.flags, frame.parts
+    if flags & DEAD:
+        from monarch.runtime.errors import SupervisionError
+
+        raise SupervisionError(bytes(parts[1]).decode(), endpoint)
+    value = pickling.loads(parts[1], parts[2:])
+    if flags & ERROR:
+        if not isinstance(value, BaseException):
+            raise TypeError(f"exceptions must derive from BaseException, got {value!r} through Port.exception")
+        raise value
+    return value
+
+
+class Port(Generic[R]):
+    """Where values of type R may be sent, from any thread of any process it travels to.
+
+    `send` pickles at once (and raises what pickling raises), never waits, and keeps the sender's order. Sending to a
+    receiver that is gone is silent. `return_undeliverable`: False drops undeliverable messages without a trace.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("ports are made by Channel.open()")
+
+    _node: int
+    _host: Host
+    _id: int
+    _once: bool
+    _used: bool
+    _rank: int | None
+    return_undeliverable: bool
+
+    @classmethod
+    def _make(cls, node: int, host: Host, ident: int, once: bool = False, rank: int | None = None) -> Any:
+        self = cls.__new__(cls)
+        self._node, self._host, self._id, self._once, self._rank = node, host, ident, once, rank
+        self._used = False
+        self.return_undeliverable = True
+        return self
+
+    def send(self, obj: R) -> None:
+        """Sends one value. RuntimeError when a once-port was already used."""
+        self._put(obj, 0)
+
+    def exception(self, exc: BaseException) -> None:
+        """Makes the matching `recv` (or the caller, for a response port) raise `exc` itself."""
+        if not isinstance(exc, BaseException):
+            raise TypeError(f"exceptions must derive from BaseException, not {type(exc).__name__}")
+        self._put(exc, ERROR)
+
+    def _put(self, obj: Any, flags: int) -> None:
+        if self._once:
+            if self._used:
+                raise RuntimeError("this port takes one value and was already used")
+            self._used = True
+        payload = pickling.dumps(obj)
+        from monarch.runtime.client import current_node
+
+        node = current_node()
+        if self._rank is not None:
+            flags |= RANKED
+        now = here.get()
+        frame = Frame(
+            REPLY, self._node, node.id, self._id, (b"", payload.stream(), *payload.buffers),
+            flags=flags, rank=self._rank or 0, sender=0 if now is None else now.cell.id,
+        )  # fmt: skip
+        try:
+            node.send(frame, self._host)
+        except NodeDown as e:
+            if self.return_undeliverable:
+                log.debug("undeliverable message for a port: %s", e)
+
+    def __reduce__(self) -> Any:
+        return _rebuild_port, (
+            type(self), self._node, tuple(self._host), self._id, self._once, self._rank, self.return_undeliverable,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<Port {self._id}>"
+
+
+def _rebuild_port(
+    cls: type[Port[Any]], node: int, host: tuple[Any, ...], ident: int, once: bool, rank: int | None, bounce: bool
+) -> Port[Any]:
+    port: Port[Any] = cls._make(node, Host(*host), ident, once, rank)
+    port.return_undeliverable = bounce
+    return port
+
+
+class ResponsePort(Port[R]):
+    """The response port of one call: takes the first answer for its rank, drops further ones with a warning."""
+
+    @classmethod
+    def _for_call(cls, node: Node, frame: Frame) -> Any:
+        from monarch.runtime.cell import view_of
+
+        host = Host(*view_of(frame.parts[0]).caller)
+        return cls._make(frame.origin, host, frame.reply, False, frame.rank)
+
+    def _put(self, obj: Any, flags: int) -> None:
+        if not self._id:  # a broadcast: nobody waits
+            if flags & ERROR:
+                raise obj
+            return
+        if self._used:
+            log.warning("a response port was used twice; the second answer is dropped")
+            return
+        super()._put(obj, flags)
+        self._used = True
+
+
+class Receiver(Sink, Generic[R]):
+    """The queue behind a port. A receive claims the next message when it is first observed."""
+
+    def __init__(self, node: Node, once: bool, ranked: bool = False) -> None:
+        self._node_ref = node
+        self._once = once
+        self._ranked = ranked
+        self._lock = threading.Lock()
+        self._frames: collections.deque[Frame] = collections.deque()
+        self._claims: collections.deque[Any] = collections.deque()
+        self._taken = False
+        self.ident = 0
+
+    def deliver(self, frame: Frame) -> None:
+        while True:
+            with self._lock:
+                if not self._claims:
+                    self._frames.append(frame)
+                    return
+                claim = self._claims.popleft()
+            future = claim() if isinstance(claim, weakref.ref) else claim
+            if future is not None and self._give(future, frame):
+                return
+
+    def _give(self, future: Future[R], frame: Frame) -> bool:
+        ranked = self._ranked
+        return future._settle_lazily(lambda: _with_rank(frame) if ranked else decode(frame))
+
+    def recv(self) -> Future[R]:
+        """A future of the next message. ValueError on the second receive from a once-channel."""
+        if self._once:
+            if self._taken:
+                raise ValueError("this receiver takes one message and was already used")
+            self._taken = True
+        future: Future[R]
+
+        def claim() -> None:
+            with self._lock:
+                if not self._frames:
+                    self._claims.append(future)
+                    return
+                frame = self._frames.popleft()
+            self._give(future, frame)
+
+        def downgrade() -> None:  # nobody waits any more: keep the claim only as long as the future lives
+            with self._lock:
+                if future in self._claims:
+                    self._claims[self._claims.index(future)] = weakref.ref(future)
+
+        future = Future._make(claim)
+        future._on_timeout = downgrade
+        return future
+
+    def close(self) -> None:
+        self._node_ref.close_port(self.ident)
+
+
+def _with_rank(frame: Frame) -> Any:
+    value = decode(frame)
+    if not frame.flags & RANKED:
+        raise ValueError("a message without a rank arrived at a ranked receiver")
+    return frame.rank, value
+
+
+class PortReceiver(Generic[R]):
+    """Where a channel's values come out. Belongs to the process that opened it; cannot be sent."""
+
+    def __init__(self, receiver: Receiver[R]) -> None:
+        self._receiver = receiver
+        weakref.finalize(self, receiver.close).atexit = False
+
+    def recv(self) -> Future[R]:
+        """The next message: `get()` or `await` it. See `Receiver` for when a message is claimed."""
+        return self._receiver.recv()
+
+    def ranked(self) -> RankedPortReceiver[R]:
+        """The same receiver, giving `(rank, value)`."""
+        self._receiver._ranked = True
+        return RankedPortReceiver(self._receiver)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"cannot pickle a {type(self).__name__}: send its Port instead")
+
+
+class RankedPortReceiver(PortReceiver[R]):
+    """A receiver whose `recv` gives `(rank, value)`; for replies routed with `send(..., port)`."""

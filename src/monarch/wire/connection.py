@@ -1,0 +1,356 @@
+"""One stream socket to one other process: handshake, frames in, frames out.
+
+Senders write from their own thread under the connection's lock. What the socket does not take at once is copied
+into a queue, which the runtime thread flushes; when the queue is over its limit, senders wait (the runtime thread
+never does). Large parts to a process of the same host go through shared memory instead.
+"""
+
+from __future__ import annotations
+
+import collections
+import collections.abc
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from monarch.wire import auth
+from monarch.wire.frames import RELEASE, SHM, Bytes, Frame, FrameError, FrameParser
+from monarch.wire.poller import READ, WRITE, Poller
+
+if TYPE_CHECKING:
+    from monarch.wire.segments import SegmentPool
+
+log = logging.getLogger("monarch.wire")
+
+_CHUNK = 1 << 18
+_JOIN = 1 << 14  # below this one copy is cheaper than a gathering write
+
+
+class ConnectionClosed(Exception):
+    """The other end is gone; nothing more can be sent."""
+
+
+class Limits:
+    """What one connection may use: frame size, queued bytes, handshake seconds."""
+
+    __slots__ = ("max_frame", "send_queue", "handshake")
+
+    def __init__(self, max_frame: int, send_queue: int, handshake: float = 10.0) -> None:
+        self.max_frame = max_frame
+        self.send_queue = send_queue
+        self.handshake = handshake
+
+
+class Connection:
+    """A connection after `open`. `on_frame(conn, frame)` and `on_close(conn, reason)` run on the runtime thread."""
+
+    def __init__(
+        self,
+        poller: Poller,
+        sock: socket.socket,
+        node: int,
+        limits: Limits,
+        on_frame: Callable[[Connection, Frame], None],
+        on_close: Callable[[Connection, str], None],
+        *,
+        peer: int = 0,
+        secret: bytes | None = None,
+        dialled: bool = False,
+        handshake: bool = True,
+        connecting: bool = False,
+        pool: SegmentPool | None = None,
+        shm_threshold: int = 1 << 62,
+        on_ready: Callable[[Connection], None] | None = None,
+    ) -> None:
+        sock.setblocking(False)
+        self.peer = peer  #: node id of the other end; 0 until the handshake told it
+        self.peer_pid = 0
+        self.closed = False
+        self.reason = ""
+        self._poller = poller
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._limits = limits
+        self._parser = FrameParser(limits.max_frame)
+        self._on_frame = on_frame
+        self._on_close = on_close
+        self._on_ready = on_ready
+        self._lock = threading.Lock()
+        self._room: threading.Condition | None = None
+        self._queue: collections.deque[memoryview] = collections.deque()
+        self._queued = 0
+        self._writing = False
+        self._pool = pool if sock.family == socket.AF_UNIX else None
+        self._threshold = shm_threshold
+        self._secret = secret
+        self._dialled = dialled
+        self._connecting = connecting
+        self._inbox = bytearray()
+        self._stage = 2 if not handshake else 0  # 0 expects a greeting, 1 a proof, 2 frames
+        self._may_send = not handshake
+        self._mine = b""
+        self._timer = None
+        if handshake:
+            self._mine = auth.greeting(node, secret)
+            self._timer = poller.call_later(limits.handshake, self._too_slow)
+            if dialled and secret is None:
+                self._may_send = not connecting
+            if not connecting:
+                self._send_raw(self._mine)
+        self._poller.watch(self._fd, READ | (WRITE if connecting else 0), self._on_event)
+
+    # -- sending, from any thread
+
+    def send(self, frame: Frame) -> None:
+        """Sends or queues `frame`. Raises ConnectionClosed. Waits only when the queue is over its limit."""
+        if self._pool is not None and frame.nbytes >= self._threshold:
+            frame = self._through_memory(frame)
+        head = frame.head()
+        parts = frame.parts
+        with self._lock:
+            if self.closed:
+                raise ConnectionClosed(self.reason)
+            if self._queue or not self._may_send:
+                self._enqueue(head, parts)
+            else:
+                size = frame.nbytes
+                sent = self._write(head, parts, size)
+                if sent < size:
+                    self._enqueue(head, parts, skip=sent)
+            if self._queued <= self._limits.send_queue or self._poller.is_current():
+                return
+            self._wait_for_room()
+
+    def lend(self, frame: Frame, borrowers: list[int]) -> Frame | None:
+        """Moves a frame's parts into one segment for several receivers of this host; None when it should not."""
+        if self._pool is None or frame.nbytes < self._threshold:
+            return None
+        ticket = self._pool.pack(frame.parts, borrowers)
+        if ticket is None:
+            return None
+        frame.parts = (ticket,)
+        frame.flags |= SHM
+        return frame
+
+    def _through_memory(self, frame: Frame) -> Frame:
+        if frame.flags & SHM:
+            return frame
+        assert self._pool is not None
+        ticket = self._pool.pack(frame.parts, [self.peer])
+        if ticket is not None:
+            frame.parts = (ticket,)
+            frame.flags |= SHM
+        return frame
+
+    def _write(self, head: bytes, parts: collections.abc.Sequence[Bytes], size: int) -> int:
+        try:
+            if size < _JOIN:
+                return self._sock.send(b"".join((head, *parts)))
+            if len(parts) < 512:
+                return self._sock.sendmsg((head, *parts))
+            return self._sock.send(head)
+        except BlockingIOError:
+            return 0
+        except OSError as e:
+            self._poller.post(lambda e=e: self.close(f"connection lost: {e.strerror}"))  # type: ignore[misc]
+            raise ConnectionClosed(f"connection lost: {e.strerror}") from None
+
+    def _enqueue(self, head: bytes, parts: collections.abc.Sequence[Bytes], skip: int = 0) -> None:
+        for part in (head, *parts):
+            view = memoryview(part).cast("B") if len(part) else memoryview(b"")
+            if skip >= view.nbytes:
+                skip -= view.nbytes
+                continue
+            rest = memoryview(bytes(view[skip:]))  # a copy: the caller may change its memory after the call
+            skip = 0
+            self._queue.append(rest)
+            self._queued += rest.nbytes
+        if not self._writing and self._may_send:
+            self._writing = True
+            self._poller.post(self._watch)
+
+    def _wait_for_room(self) -> None:
+        if self._room is None:
+            self._room = threading.Condition(self._lock)
+        while self._queued > self._limits.send_queue // 2 and not self.closed:
+            self._room.wait(1.0)
+
+    def _send_raw(self, data: bytes) -> None:
+        """Handshake bytes go before any frame; they always fit a fresh socket's buffer."""
+        try:
+            self._sock.send(data)
+        except OSError as e:
+            reason = f"connection lost: {e.strerror}"
+            self._poller.post(lambda: self.close(reason))
+
+    # -- on the runtime thread
+
+    def _watch(self) -> None:
+        if not self.closed:
+            self._poller.watch(self._fd, READ | (WRITE if self._writing or self._connecting else 0), self._on_event)
+
+    def _on_event(self, event: int) -> None:
+        if event & WRITE and not self.closed:
+            if self._connecting and not self._connected():
+                return
+            self._flush()
+        if event & ~WRITE and not self.closed:
+            self._receive()
+
+    def _connected(self) -> bool:
+        error = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            import os
+
+            self.close(f"cannot connect: {os.strerror(error)}")
+            return False
+        self._connecting = False
+        self._send_raw(self._mine)
+        if self._secret is None:
+            self._open_gate()
+        self._watch()
+        return True
+
+    def _open_gate(self) -> None:
+        with self._lock:
+            self._may_send = True
+            if self._queue and not self._writing:
+                self._writing = True
+                self._poller.post(self._watch)
+
+    def _flush(self) -> None:
+        with self._lock:
+            queue = self._queue
+            while queue and self._may_send:
+                try:
+                    n = self._sock.sendmsg([queue[i] for i in range(min(len(queue), 64))])
+                except BlockingIOError:
+                    return
+                except OSError as e:
+                    reason = f"connection lost: {e.strerror}"
+                    self._poller.post(lambda: self.close(reason))
+                    return
+                self._queued -= n
+                while n:
+                    if n >= queue[0].nbytes:
+                        n -= queue.popleft().nbytes
+                    else:
+                        queue[0] = queue[0][n:]
+                        n = 0
+            self._writing = False
+            if self._room is not None and self._queued <= self._limits.send_queue // 2:
+                self._room.notify_all()
+        self._watch()
+
+    def _receive(self) -> bool:
+        """Reads once. False when nothing more is there."""
+        try:
+            into = self._parser.want()
+            if into is not None:
+                n = self._sock.recv_into(into)
+                into.release()
+                if n:
+                    frame = self._parser.received_into(n)
+                    if frame is not None:
+                        self._on_frame(self, frame)
+                    return True
+            else:
+                data = self._sock.recv(_CHUNK)
+                if data:
+                    if self._stage == 2:
+                        for frame in self._parser.feed(data):
+                            self._on_frame(self, frame)
+                    else:
+                        self._shake(data)
+                    return True
+        except BlockingIOError:
+            return False
+        except (FrameError, auth.AuthError) as e:
+            log.warning("connection from node %x closed: %s", self.peer, e)
+            self.close(str(e))
+            return False
+        except OSError as e:
+            self.close(f"connection lost: {e.strerror}")
+            return False
+        self.close("connection closed by the peer")
+        return False
+
+    def _shake(self, data: bytes) -> None:
+        """Advances the handshake; whatever follows it is frames."""
+        self._inbox += data
+        if self._stage == 0:
+            if len(self._inbox) < auth.GREETING.size:
+                return
+            theirs = bytes(self._inbox[: auth.GREETING.size])
+            del self._inbox[: auth.GREETING.size]
+            mode, node, pid = auth.read_greeting(theirs)
+            if (mode == auth.SECRET) != (self._secret is not None):
+                raise auth.AuthError(
+                    "this end needs a shared secret and the peer has none"
+                    if self._secret is not None
+                    else "the peer needs a shared secret and this end has none"
+                )
+            if self.peer and self.peer != node:
+                raise auth.AuthError(f"expected node {self.peer:x} at this address, found {node:x}")
+            self.peer, self.peer_pid = node, pid
+            self._pair = (self._mine, theirs) if self._dialled else (theirs, self._mine)
+            if self._secret is None:
+                self._done()
+            else:
+                role = b"dialler" if self._dialled else b"listener"
+                self._send_raw(auth.proof(self._secret, role, *self._pair))
+                self._stage = 1
+        if self._stage == 1:
+            if len(self._inbox) < auth.PROOF_SIZE:
+                return
+            given = bytes(self._inbox[: auth.PROOF_SIZE])
+            del self._inbox[: auth.PROOF_SIZE]
+            assert self._secret is not None
+            auth.check(self._secret, b"listener" if self._dialled else b"dialler", *self._pair, given)
+            self._done()
+        if self._stage == 2 and self._inbox and not self.closed:
+            rest, self._inbox = self._inbox, bytearray()
+            for frame in self._parser.feed(rest):
+                self._on_frame(self, frame)
+
+    def _done(self) -> None:
+        self._stage = 2
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._on_ready is not None:
+            self._on_ready(self)
+        self._open_gate()
+
+    def _too_slow(self) -> None:
+        if self._stage != 2:
+            self.close("handshake timed out")
+
+    def drain(self) -> None:
+        """Reads what a dead process left in the socket, then closes."""
+        while not self.closed and self._receive():
+            pass
+        self.close("process ended")
+
+    def close(self, reason: str) -> None:
+        """Idempotent. Tells `on_close` once, wakes blocked senders."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            self.reason = reason
+            self._queue.clear()
+            self._queued = 0
+            if self._room is not None:
+                self._room.notify_all()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._poller.unwatch(self._fd)
+        self._sock.close()
+        self._on_close(self, reason)
+
+
+def release_frame(dest: int, origin: int, segment: int) -> Frame:
+    """Tells the owner of a segment that this process no longer uses it."""
+    return Frame(RELEASE, dest, origin, segment)
