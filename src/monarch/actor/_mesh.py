@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch.actor._endpoint import Endpoint, EndpointProperty, NotAnEndpoint
 from monarch.mesh import MeshTrait, Shape, Slice
-from monarch.runtime import calls
 from monarch.runtime.cell import Owned, describe
-from monarch.runtime.client import current_host, current_node
 from monarch.runtime.failure import Exit
 from monarch.runtime.future import Future
 from monarch.runtime.node import Host, Node, Port
@@ -210,9 +208,8 @@ class ActorMesh(MeshTrait, Generic[T]):
             )
         return self._owned.stop(reason)
 
-    def _stop(self, reason: str) -> Future[None]:
+    def _stop(self, reason: str, node: Node) -> Future[None]:
         if self._stopped is None:
-            node = current_node()
             wait = StopWait(node, self._node_ranks())
             self._stopped = wait.future
             body = pickling.dump_bytes(("stop_actor", reason))
@@ -224,6 +221,3 @@ class ActorMesh(MeshTrait, Generic[T]):
 
 def _rebuild(*args: Any) -> ActorMesh[Any]:
     return ActorMesh(*args)
-
-
-_unused = (calls, current_host)

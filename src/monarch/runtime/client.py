@@ -39,6 +39,9 @@ _pid = 0
 #: replaced by the actor layer: looks up `monarch.actor.unhandled_fault_hook` at the time of each fault
 fault_hook: Callable[[MeshFailure], None] = lambda failure: sys.exit(1)
 
+#: called with the node when it exists: the actor layer adds what it needs
+on_start: list[Callable[[Node], None]] = []
+
 
 class UnhandledFault(KeyboardInterrupt, SystemExit):
     """Raised in the main thread when a failure reached the root and nobody handled it.
@@ -137,6 +140,8 @@ def install(node: Node, host: Host, orders: dict[str, Any]) -> None:
     """In a worker: its node is what this process sends from."""
     global _node, _host, _orders, _pid
     _node, _host, _orders, _pid = node, host, orders, os.getpid()
+    for callback in on_start:
+        callback(node)
 
 
 def orders() -> dict[str, Any]:
@@ -211,6 +216,8 @@ def _make_client() -> Node:
     sys.excepthook = _quiet_fault
     os.environ.setdefault("MONARCH_CLIENT_TRACE_ID", f"{ident:x}")
     atexit.register(_at_exit)
+    for callback in on_start:
+        callback(node)
     return node
 
 
@@ -313,8 +320,9 @@ def _at_exit() -> None:
     """At interpreter exit: a moment for failures that are on their way, then an orderly end."""
     if _pid != os.getpid() or _node is None:
         return
-    limit = float(store.effective("cleanup_timeout"))
-    wait_all([shutdown(limit)], 2 * limit)
-
-
-atexit_limit = 1.0
+    global _ended
+    with _lock:
+        if _ended is not None:
+            return
+        done = _ended = Future._make()
+    _shut_down(_node, float(store.effective("cleanup_timeout")), done)

@@ -103,7 +103,8 @@ class Zygote:
                 if pid == 0:
                     for other in fds:
                         if other != fd:
-                            os.close(other)
+                            with contextlib.suppress(OSError):  # the parent closed the earlier ones
+                                os.close(other)
                     self.become_child()
                     return Born(fd, {**shared, **own})
                 self.children[pid] = own["node"]
@@ -183,6 +184,7 @@ def freeze() -> None:
 def main() -> None:
     """`python -m monarch.runtime.zygote FD`: serves the agent at the other end of descriptor FD."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    import monarch.actor  # noqa: F401 - warm
     import monarch.runtime.child as child
 
     child.set_title("monarch-zygote")

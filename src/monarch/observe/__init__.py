@@ -1,0 +1,1 @@
+"""Telemetry: spans and meters that cost nothing when nobody listens."""
