@@ -302,7 +302,7 @@ class Endpoint(Generic[P, R]):
         mesh = self._mesh
         node = current_node()
         target, rank, host = mesh._target(index)
-        exit = node.down.get(target)
+        exit = node.exit_of(target, host)
         label = f"{mesh._mesh_name}.{self._name}()"
         port = OneCall(node, target, mesh._display_of, label)
         if exit is None:
@@ -321,9 +321,9 @@ class Endpoint(Generic[P, R]):
     def _cast(self, node: Any, ranks: dict[int, int], parts: Any, reply: int, port: Any) -> None:
         mesh = self._mesh
         template = Frame(CALL, 0, node.id, mesh._id, parts, reply=reply, sender=current_here().cell.id)
-        for target in node.cast(list(ranks.items()), template, mesh._host_of):
+        for target, exit in node.cast(list(ranks.items()), template, mesh._host_of):
             if port is not None:
-                port.node_down(target, node.down[target])
+                port.node_down(target, exit)
 
     def __reduce__(self) -> Any:
         raise TypeError("cannot pickle an endpoint: send the mesh, and look the endpoint up there")
@@ -412,9 +412,9 @@ def send(
         target, rank, _ = mesh._target(random.randrange(mesh._count))
         ranks = {target: rank}
     template = Frame(CALL, 0, node.id, mesh._id, parts, reply=reply, sender=current_here().cell.id)
-    for target in node.cast(list(ranks.items()), template, mesh._host_of):
+    for target, exit in node.cast(list(ranks.items()), template, mesh._host_of):
         if port is not None:
-            report = death_report(mesh._display_of(target), node.down[target].describe())
+            report = death_report(mesh._display_of(target), exit.describe())
             port.exception(SupervisionError(report, endpoint._label()))
 
 

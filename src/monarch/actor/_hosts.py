@@ -25,7 +25,7 @@ from monarch.runtime.future import Future
 from monarch.runtime.node import Host, NodeDown, Port, new_mesh_id
 from monarch.version import __version__
 from monarch.wire import addresses, pickling
-from monarch.wire.frames import CONTROL, ERROR, Frame
+from monarch.wire.frames import CONTROL, ERROR, URGENT, Frame
 
 _ACCEPTED_CA = "trust_all_connections"
 
@@ -428,7 +428,9 @@ def attach_to_workers(
         answer = _Attach(host.agent, host.address)
         reply = node.open_port(answer)
         node.dialling[host.agent] = []
-        node.send(node.control_frame(host.agent, "attach", store.snapshot_for_children(), reply=reply), host)
+        hello = node.control_frame(host.agent, "attach", store.snapshot_for_children(), reply=reply)
+        hello.flags |= URGENT
+        node.send(hello, host)
         out._attached.append(answer.future)
         threading.Thread(target=_dial, args=(node, host, limit), name="monarch-dial", daemon=True).start()
     return out

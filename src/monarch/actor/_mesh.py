@@ -214,8 +214,8 @@ class ActorMesh(MeshTrait, Generic[T]):
             self._stopped = wait.future
             body = pickling.dump_bytes(("stop_actor", reason))
             template = Frame(CONTROL, 0, node.id, self._id, (b"", body), reply=wait.ident)
-            for target in node.cast(list(wait.ranks.items()), template, self._host_of):
-                wait.node_down(target, node.down[target])
+            for target, exit in node.cast(list(wait.ranks.items()), template, self._host_of):
+                wait.node_down(target, exit)
         return self._stopped
 
 

@@ -205,8 +205,8 @@ class ProcMesh(MeshTrait):
         mesh._owned = owned
         cell.owned.append(owned)
         template = Frame(CONTROL, 0, node.id, ident, (b"", body, payload.stream(), *payload.buffers), sender=cell.id)
-        for gone in node.cast(list(ranks.items()), template, placement.host_of):
-            cell.node_down(gone, node.down[gone])
+        for gone, exit in node.cast(list(ranks.items()), template, placement.host_of):
+            cell.node_down(gone, exit)
         return cast(T, mesh)
 
     def _new_reference(self) -> ProcMesh:

@@ -198,6 +198,8 @@ class HostAgent:
             text = self._command(own, bind, command, must_exec, theirs.fileno())
             process = Process(node, own_name, order["owner"], frame, rank, text)
             self.processes[node] = process
+            if frame.origin != self.node.id:
+                self.watchers.setdefault(node, set()).add(frame.origin)
             conn = self.node.adopt_child(mine, node)
             if "command" in own:
                 orders = pickle.dumps({**shared, **own, "env": {}}, 5)

@@ -211,7 +211,7 @@ def start_actor(node: Node, frame: Frame, spec: Spec) -> None:
     def build() -> Any:
         return pickling.loads(parts[2], parts[3:])
 
-    node.cells[frame.key] = cell
+    node.add_cell(frame.key, cell)
     cell.start(build)
 
 

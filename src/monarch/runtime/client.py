@@ -49,6 +49,10 @@ class UnhandledFault(KeyboardInterrupt, SystemExit):
     A KeyboardInterrupt, so that every interruptible wait ends; a SystemExit, so that the exit status is its code.
     """
 
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
 
 class Root(Cell):
     """The user's script, as an actor: it owns meshes; failures that reach it go to `unhandled_fault_hook`."""
@@ -75,6 +79,8 @@ class Root(Cell):
         return Future._of(None)
 
     def post_event(self, event: MeshFailure) -> None:
+        if _ended is not None:  # shutting down: everything ends now
+            return
         self.handling += 1
         self.faults.put(event)
         if self.thread is None:

@@ -107,6 +107,8 @@ class Node:
         self.dialling: dict[int, list[Frame]] = {}  #: hosts being attached, and what waits for them
         self._port_ids = itertools.count(1)
         self._waiting: dict[int, list[Frame]] = {}
+        self.early: dict[int, list[Frame]] = {}
+        self._early_lock = threading.Lock()
         self._route_lock = threading.Lock()
 
     # -- ports
@@ -142,7 +144,7 @@ class Node:
             frame.parts = [p if type(p) is bytes else memoryview(bytearray(p)) for p in frame.parts]
             self._dispatch(None, frame)
             return
-        exit = self.down.get(dest)
+        exit = self.exit_of(dest, host)
         if exit is not None:
             raise NodeDown(exit)
         with self._route_lock:
@@ -160,6 +162,10 @@ class Node:
             if conn is not None:
                 with contextlib.suppress(ConnectionClosed):
                     conn.send(frame)
+
+    def exit_of(self, dest: int, host: Host | None) -> Exit | None:
+        """How `dest` ended, or its whole host; None when it is not known to be gone."""
+        return self.down.get(dest) or (self.down.get(host.agent) if host is not None else None)
 
     @staticmethod
     def _snapshot(frame: Frame) -> Frame:
@@ -201,12 +207,14 @@ class Node:
         except NodeDown:
             return False
 
-    def cast(self, frames: Sequence[tuple[int, int]], template: Frame, host_of: Callable[[int], Host]) -> list[int]:
-        """Sends one payload to many: `frames` are (destination, rank). Returns the destinations known to be gone.
+    def cast(
+        self, frames: Sequence[tuple[int, int]], template: Frame, host_of: Callable[[int], Host]
+    ) -> list[tuple[int, Exit]]:
+        """Sends one payload to many: `frames` are (destination, rank). Returns who is known to be gone, and how.
 
         Parts are encoded once; on one host large parts lie in one segment; to another host goes one frame.
         """
-        gone: list[int] = []
+        gone: list[tuple[int, Exit]] = []
         local: list[tuple[int, int]] = []
         remote: dict[Host, list[tuple[int, int]]] = {}
         mine = self.agent_id
@@ -217,11 +225,13 @@ class Node:
             else:
                 remote.setdefault(host, []).append((dest, rank))
         for host, targets in remote.items():
-            if self.down.get(host.agent):
-                gone += [d for d, _ in targets]
-                continue
-            alive = [t for t in targets if t[0] not in self.down]
-            gone += [d for d, _ in targets if d in self.down]
+            alive = []
+            for target in targets:
+                exit = self.exit_of(target[0], host)
+                if exit is None:
+                    alive.append(target)
+                else:
+                    gone.append((target[0], exit))
             if len(alive) == 1:
                 self._send_copy(template, *alive[0], host, gone)
             elif alive:
@@ -232,8 +242,8 @@ class Node:
                 )  # fmt: skip
                 try:
                     self.send(out, host)
-                except NodeDown:
-                    gone += [d for d, _ in alive]
+                except NodeDown as e:
+                    gone += [(d, e.exit) for d, _ in alive]
         shared = template
         if len(local) > 1:
             dests = [d for d, _ in local if d != self.id and d in self.routes]
@@ -246,11 +256,11 @@ class Node:
             self._send_copy(shared, dest, rank, Host(mine, ""), gone)
         return gone
 
-    def _send_copy(self, template: Frame, dest: int, rank: int, host: Host, gone: list[int]) -> None:
+    def _send_copy(self, template: Frame, dest: int, rank: int, host: Host, gone: list[tuple[int, Exit]]) -> None:
         try:
             self.send(self._copy(template, dest, rank), host)
-        except NodeDown:
-            gone.append(dest)
+        except NodeDown as e:
+            gone.append((dest, e.exit))
 
     def _copy(self, t: Frame, dest: int, rank: int) -> Frame:
         return Frame(
@@ -360,8 +370,10 @@ class Node:
             self.routes[frame.origin] = conn
             self.down.pop(frame.origin, None)
         if frame.dest != self.id and frame.dest not in self.aliases:
-            self._forward(conn, frame)
-            return
+            attaching = frame.kind == CONTROL and frame.flags & URGENT and frame.dest not in self.routes
+            if not attaching:
+                self._forward(conn, frame)
+                return
         if self.gate is not None and frame.kind in (CALL, CONTROL) and not frame.flags & URGENT:
             self.gate.append((conn, frame))
             return
@@ -384,7 +396,11 @@ class Node:
             elif self.broken is not None:
                 self.reply(frame, ERROR, (b"", self.broken))
             else:
-                self.reply_dead(frame, self.dead_cells.get(frame.key) or self._unknown_actor(frame.key))
+                report = self.dead_cells.get(frame.key)
+                if report is None:
+                    self._hold(frame)
+                else:
+                    self.reply_dead(frame, report)
         elif kind == REPLY:
             port = self.ports.get(frame.key)
             if port is not None:
@@ -401,6 +417,33 @@ class Node:
                 self.pool.give_back(frame.key, frame.origin)
         elif kind == CAST:
             self._fan_out(frame)
+
+    def _hold(self, frame: Frame) -> None:
+        """A call that came before the actor: its sender got the handle from the spawner and overtook it."""
+        with self._early_lock:
+            cell = self.cells.get(frame.key)
+            if cell is None:
+                early = self.early.setdefault(frame.key, [])
+                early.append(frame)
+                if len(early) == 1:
+                    limit = float(store.effective("pending_actor_delivery_timeout"))
+                    self.poller.call_later(limit, lambda: self._too_early(frame.key))
+        if cell is not None:
+            cell.deliver(frame)
+
+    def _too_early(self, key: int) -> None:
+        with self._early_lock:
+            frames = self.early.pop(key, [])
+        for frame in frames:
+            self.reply_dead(frame, self._unknown_actor(key))
+
+    def add_cell(self, key: int, cell: Cell) -> None:
+        """From now on `cell` gets what is addressed to `key`; what came too early is delivered first."""
+        with self._early_lock:
+            early = self.early.pop(key, [])
+            for frame in early:
+                cell.deliver(frame)
+            self.cells[key] = cell
 
     def _unknown_actor(self, key: int) -> str:
         return f"has status: stopped: there is no such actor in process {self.name} [pid {os.getpid()}]"
@@ -432,6 +475,8 @@ class Node:
             if frame.kind == CALL or frame.kind == CONTROL:
                 self.tell(frame.origin, "down", frame.dest, tuple(exit))
             return
+        if frame.kind == CALL and self.agent is not None and frame.dest in self.agent.processes:
+            self.agent.watchers.setdefault(frame.dest, set()).add(frame.origin)
         if frame.flags & SHM and out._pool is None and not self._open_memory(frame):
             return
         with contextlib.suppress(ConnectionClosed):
@@ -447,10 +492,12 @@ class Node:
             out = self.routes.get(dest)
             if dest == self.id:
                 self._dispatch(None, copy)
-            elif out is None:
+            elif out is None or out.closed:
                 exit = self.down.get(dest) or Exit("lost", detail="no such process on this host")
                 self.tell(frame.origin, "down", dest, tuple(exit))
             else:
+                if self.agent is not None:
+                    self.agent.watchers.setdefault(dest, set()).add(frame.origin)
                 with contextlib.suppress(ConnectionClosed):
                     out.send(copy)
 
