@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import shlex
 import signal
 import socket
@@ -108,14 +109,19 @@ class HostAgent:
         )
         theirs.close()
         send_message(mine, ("folder", self.folder))
+        self._reading = threading.Lock()
         self.node.poller.watch(mine.fileno(), READ, self._from_zygote)
         return mine
 
     def _from_zygote(self, event: int) -> None:
-        try:
-            got = receive_message(self._zygote)
-        except OSError:
-            got = None
+        """Reads one message; the poller's guest and the runtime thread may both be told that there is one."""
+        with self._reading:
+            try:
+                if not select.select([self._zygote], [], [], 0)[0]:
+                    return
+                got = receive_message(self._zygote)
+            except (OSError, ValueError):
+                got = None
         if got is None:
             self.node.poller.unwatch(self._zygote.fileno())
             if not self.node.closing:
@@ -315,8 +321,6 @@ class HostAgent:
 
     def _ended(self, process: Process, exit: Exit) -> None:
         """A process is gone: everyone who asked is told why."""
-        with self.lock:
-            self.processes.pop(process.node, None)
         if process.stopping:
             exit = exit._replace(detail=process.stopping)
         with contextlib.suppress(OSError):
@@ -329,6 +333,7 @@ class HostAgent:
             )
             self._answer(waiting, process.rank, pickling.dump_bytes(error))
         self.node.mark_down(process.node, exit)
+        self.processes.pop(process.node, None)  # only now: its closing socket must not pass for a lost host
         self.node.mapped.forget_process(process.pid)
         process.gone._settle(None)
 

@@ -24,7 +24,7 @@ from monarch.runtime import client
 from monarch.runtime.cell import Cell, Spec, cleanup_limit, dump_error
 from monarch.runtime.executors import AsyncCell, SyncCell
 from monarch.runtime.failure import Exit
-from monarch.runtime.future import thread_wait, wait_all
+from monarch.runtime.future import wait_all
 from monarch.runtime.node import Host, Node
 from monarch.wire import pickling
 from monarch.wire.frames import Frame
@@ -260,7 +260,6 @@ def run(sock: socket.socket, orders: dict[str, Any]) -> None:
             print("Failed to bootstrap proc due to: MONARCH_ERROR_DURING_BOOTSTRAP_FOR_TESTING", file=sys.stderr)
             sys.exit(1)
         worker.node.tell(worker.node.agent_id, "ready", worker.node.id, None, worker.node.address)
-    thread_wait.refuse = True
     asyncio._set_running_loop(None)
     worker.node.poller.run()
     worker.node.closing = True

@@ -20,10 +20,11 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch.config import store
+from monarch.runtime import future
 from monarch.runtime.cell import Cell, Here, Spec, here
 from monarch.runtime.errors import WouldBlockRuntime
 from monarch.runtime.failure import Exit, MeshFailure
-from monarch.runtime.future import Future, thread_wait, wait_all
+from monarch.runtime.future import Future, wait_all
 from monarch.runtime.node import Host, Node, new_mesh_id
 from monarch.wire.frames import Frame
 
@@ -146,6 +147,7 @@ def install(node: Node, host: Host, orders: dict[str, Any]) -> None:
     """In a worker: its node is what this process sends from."""
     global _node, _host, _orders, _pid
     _node, _host, _orders, _pid = node, host, orders, os.getpid()
+    future.guest_poller = node.poller
     for callback in on_start:
         callback(node)
 
@@ -179,7 +181,7 @@ def is_worker() -> bool:
 
 def start() -> Node:
     global _node, _host, _pid
-    if getattr(thread_wait, "refuse", None):
+    if future.on_runtime_thread():
         raise WouldBlockRuntime("the client cannot be created on the framework's runtime thread")
     with _lock:
         if _ended is not None:
@@ -212,7 +214,7 @@ def _make_client() -> Node:
     node.cells[ROOT_ACTOR] = root
     _add_worker_handlers(node)
     node.poller.start("monarch-runtime")
-    node.poller.post(_refuse_waits)
+    future.guest_poller = node.poller
     if threading.current_thread() is threading.main_thread():
         with contextlib.suppress(ValueError):
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -225,10 +227,6 @@ def _make_client() -> Node:
     for callback in on_start:
         callback(node)
     return node
-
-
-def _refuse_waits() -> None:
-    thread_wait.refuse = True
 
 
 def _add_worker_handlers(node: Node) -> None:

@@ -31,6 +31,7 @@ from monarch.runtime.cell import (
 from monarch.runtime.errors import SupervisionError
 from monarch.runtime.failure import MeshFailure
 from monarch.runtime.future import Bridge, Future, thread_wait
+from monarch.runtime.loops import new_guest_loop
 from monarch.wire.frames import Frame
 
 log = logging.getLogger("monarch.runtime")
@@ -97,12 +98,32 @@ class SyncCell(_Running):
         super().__init__(*args)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._events: collections.deque[MeshFailure] = collections.deque()
+        self._guesting = False
         self._gate: Any = None  #: the lock a wait inside an endpoint sleeps on
         self._frame: Frame | None = None
         self._end_reason: tuple[str, bool] | None = None
 
+    def _take(self) -> Any:
+        """The next item; waits for it in the poller when that place is free."""
+        with contextlib.suppress(queue.Empty):
+            return self._queue.get_nowait()
+        poller = self.node.poller
+        if poller.enter(idle=True):
+            self._guesting = True
+            try:
+                poller.wait(self._has_work, None)
+            finally:
+                self._guesting = False
+                poller.leave()
+        return self._queue.get()
+
+    def _has_work(self) -> bool:
+        return not self._queue.empty()
+
     def deliver(self, frame: Frame) -> None:
         self._queue.put(frame)
+        if self._guesting:
+            self.node.poller.call_guest()
         if self.state == "failed" or self.state == "stopped":
             self._refuse(self.pending())
 
@@ -116,10 +137,12 @@ class SyncCell(_Running):
             with contextlib.suppress(RuntimeError):
                 gate.release()
         self._queue.put(None)
+        self.node.poller.call_guest()
 
     def request_stop(self, reason: str, drain: bool = True) -> Future[None]:
         if drain:
             self._queue.put(_Stop(reason))
+            self.node.poller.call_guest()
         else:
             self._end_reason = self._end_reason or (reason, False)
             self._nudge()
@@ -161,7 +184,7 @@ class SyncCell(_Running):
             return self._close_down(constructed=False)
         if self.state == "starting":
             self.state = "running"
-        take = self._queue.get
+        take = self._take
         while self.state == "running" and self._end_reason is None:
             item = take()
             try:
@@ -261,7 +284,13 @@ class SyncCell(_Running):
                 left = -1.0 if end is None else end - time.monotonic()
                 if end is not None and left <= 0:
                     return future._ready
-                gate.acquire(timeout=left)
+                if gate is not None:
+                    gate.acquire(timeout=left)
+                    continue
+                poller = self.node.poller
+                if not poller.wait(lambda: future._ready or self._events, None if end is None else left):
+                    if poller._stopping:
+                        return future._ready
         finally:
             self._gate = outer
 
@@ -355,8 +384,9 @@ class AsyncCell(_Running):
     # -- on the loop's thread
 
     def _main(self) -> None:
-        loop = asyncio.new_event_loop()
+        loop = new_guest_loop(self.node.poller)
         self._bridge = Bridge.of(loop)
+        self._bridge.thread = threading.get_ident()
         try:
             loop.run_until_complete(self._life())
             left = [t for t in asyncio.all_tasks(loop) if not t.done()]

@@ -24,6 +24,9 @@ R = TypeVar("R")
 
 _UNSET: Any = object()
 
+#: the process's poller, in which one waiting thread may wait as a guest; set when the node exists
+guest_poller: Any = None
+
 #: set by executors: what a blocking wait on this thread must do (safe points); None elsewhere
 thread_wait = threading.local()
 
@@ -37,6 +40,7 @@ class Bridge:
         self._loop = weakref.ref(loop)
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
         self._scheduled = False
+        self.thread = 0  #: set for loops that wait as the poller's guest
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> Bridge:
@@ -51,7 +55,11 @@ class Bridge:
             self._scheduled = True
             loop = self._loop()
             try:
-                if loop is not None:
+                if loop is None:
+                    return
+                if threading.get_ident() == self.thread:  # the loop's own thread, as the poller's guest
+                    loop.call_soon(self._run)
+                else:
                     loop.call_soon_threadsafe(self._run)
             except RuntimeError:  # the loop is closed: nobody is waiting there any more
                 pass
@@ -72,6 +80,11 @@ def check_timeout(timeout: Any) -> None:
         return
     if not isinstance(timeout, (int, float)) or not math.isfinite(timeout) or timeout < 0:
         raise ValueError(f"invalid timeout {timeout!r}: expected a finite number of seconds >= 0, or None")
+
+
+def on_runtime_thread() -> bool:
+    """True on the process's runtime thread, which must not wait for anything it would itself bring about."""
+    return guest_poller is not None and guest_poller._ident == threading.get_ident()
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
@@ -188,8 +201,7 @@ class Future(Generic[R]):
         if timeout is not None:
             check_timeout(timeout)
         if not self._ready:
-            refuse = getattr(thread_wait, "refuse", None)
-            if refuse is not None:
+            if on_runtime_thread():
                 raise WouldBlockRuntime("Future.get() on the framework's runtime thread would block it")
             if running_loop() is not None:
                 warnings.warn(
@@ -210,6 +222,35 @@ class Future(Generic[R]):
         return self._result()
 
     def _wait(self, timeout: float | None) -> None:
+        safe_point = getattr(thread_wait, "safe_point", None)
+        poller = guest_poller
+        if poller is not None and poller.enter(idle=False):
+            wake = poller.call_guest
+            try:
+                self._on_ready(wake)
+                if safe_point is not None:
+                    arrived = safe_point(None, timeout, self)
+                else:
+                    arrived = poller.wait(self._is_ready, timeout)
+            finally:
+                poller.leave()
+                self._forget(wake)
+            if not arrived and not self._ready:
+                if poller._stopping:
+                    return self._wait_plainly(timeout, safe_point)
+                self._timed_out(timeout)
+            return
+        self._wait_plainly(timeout, safe_point)
+
+    def _is_ready(self) -> bool:
+        return self._ready
+
+    def _timed_out(self, timeout: float | None) -> None:
+        if self._on_timeout is not None and not self._waiters:
+            self._on_timeout()
+        raise TimeoutError(f"no result within {timeout} s; the operation goes on, get() or await it again")
+
+    def _wait_plainly(self, timeout: float | None, safe_point: Any) -> None:
         gate = threading.Lock()
         gate.acquire()
         wake = gate.release
@@ -219,7 +260,6 @@ class Future(Generic[R]):
             if self._waiters is None:
                 self._waiters = []
             self._waiters.append(wake)
-        safe_point = getattr(thread_wait, "safe_point", None)
         try:
             if safe_point is not None:
                 arrived = safe_point(gate, timeout, self)
@@ -230,9 +270,7 @@ class Future(Generic[R]):
             raise
         if not arrived and not self._ready:
             self._forget(wake)
-            if self._on_timeout is not None and not self._waiters:
-                self._on_timeout()
-            raise TimeoutError(f"no result within {timeout} s; the operation goes on, get() or await it again")
+            self._timed_out(timeout)
 
     result = get
 
@@ -246,7 +284,7 @@ class Future(Generic[R]):
 
     def __await__(self) -> Generator[Any, None, R]:
         if not self._ready:
-            if getattr(thread_wait, "refuse", None) is not None:
+            if on_runtime_thread():
                 raise RuntimeError("cannot await on the framework's runtime thread")
             loop = running_loop()
             if loop is None:

@@ -544,9 +544,8 @@ class Node:
 
     def mark_down(self, node: int, exit: Exit) -> None:
         """`node` is gone: fails what waits for it. Idempotent; the first reason counts."""
-        if node in self.down or self.closing:
+        if self.closing or self.down.setdefault(node, exit) is not exit:
             return
-        self.down[node] = exit
         conn = self.routes.pop(node, None)
         if conn is not None and conn.peer == node and not conn.closed:
             conn.drain()

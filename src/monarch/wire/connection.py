@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from monarch.wire import auth
 from monarch.wire.frames import RELEASE, SHM, Bytes, Frame, FrameError, FrameParser
-from monarch.wire.poller import READ, WRITE, Poller
+from monarch.wire.poller import EDGE, HANGUP, READ, WRITE, Poller
 
 if TYPE_CHECKING:
     from monarch.wire.segments import SegmentPool
@@ -99,7 +99,9 @@ class Connection:
                 self._may_send = not connecting
             if not connecting:
                 self._send_raw(self._mine)
-        self._poller.watch(self._fd, READ | (WRITE if connecting else 0), self._on_event)
+        self._reading = threading.Lock()
+        self._unread = 0
+        self._poller.watch(self._fd, READ | EDGE | (WRITE if connecting else 0), self._on_event)
 
     # -- sending, from any thread
 
@@ -189,15 +191,30 @@ class Connection:
 
     def _watch(self) -> None:
         if not self.closed:
-            self._poller.watch(self._fd, READ | (WRITE if self._writing or self._connecting else 0), self._on_event)
+            writing = WRITE if self._writing or self._connecting else 0
+            self._poller.watch(self._fd, READ | EDGE | writing, self._on_event)
 
     def _on_event(self, event: int) -> None:
         if event & WRITE and not self.closed:
             if self._connecting and not self._connected():
                 return
             self._flush()
-        if event & ~WRITE and not self.closed:
-            self._receive()
+        if event & ~WRITE:
+            self._read(event)
+
+    def _read(self, event: int) -> None:
+        """Reads all there is. Two threads may get events for one socket: the first reads for both."""
+        self._unread |= event
+        while self._unread and self._reading.acquire(blocking=False):
+            try:
+                event, self._unread = self._unread, 0
+                more = True
+                while more and not self.closed:
+                    more = self._receive(bool(event & HANGUP))
+            finally:
+                self._reading.release()
+            if self.closed:
+                return
 
     def _connected(self) -> bool:
         error = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -244,18 +261,19 @@ class Connection:
                 self._room.notify_all()
         self._watch()
 
-    def _receive(self) -> bool:
-        """Reads once. False when nothing more is there."""
+    def _receive(self, to_the_end: bool = True) -> bool:
+        """Reads once. False when nothing more is there; a short read says so too, unless the peer hung up."""
         try:
             into = self._parser.want()
             if into is not None:
+                room = len(into)
                 n = self._sock.recv_into(into)
                 into.release()
                 if n:
                     frame = self._parser.received_into(n)
                     if frame is not None:
                         self._on_frame(self, frame)
-                    return True
+                    return to_the_end or n == room
             else:
                 data = self._sock.recv(_CHUNK)
                 if data:
@@ -264,7 +282,7 @@ class Connection:
                             self._on_frame(self, frame)
                     else:
                         self._shake(data)
-                    return True
+                    return to_the_end or len(data) == _CHUNK
         except BlockingIOError:
             return False
         except (FrameError, auth.AuthError) as e:
@@ -329,8 +347,12 @@ class Connection:
 
     def drain(self) -> None:
         """Reads what a dead process left in the socket, then closes."""
-        while not self.closed and self._receive():
-            pass
+        if self._reading.acquire(timeout=1.0):
+            try:
+                while not self.closed and self._receive():
+                    pass
+            finally:
+                self._reading.release()
         self.close("process ended")
 
     def close(self, reason: str) -> None:
