@@ -75,18 +75,18 @@ for _hook in ("__supervise__", "__cleanup__", "_handle_undeliverable_message"):
 def validate(cls: Any) -> bool:
     """Checks that `cls` can be spawned; True when it is an async actor. TypeError or ValueError otherwise."""
     if not isinstance(cls, type):
-        raise TypeError(f"spawn needs a class, not an instance of {type(cls).__name__}: pass {type(cls).__name__} itself")
+        raise TypeError(f"spawn needs a class, not an instance of {type(cls).__name__}; pass the class itself")
     if not issubclass(cls, Actor):
         raise ValueError(f"{cls.__name__} must subclass monarch.actor.Actor to spawn it")
     if inspect.isabstract(cls) and cls is not Actor:
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise TypeError(f"cannot spawn the abstract class {cls.__name__}: it lacks {missing}")
     if inspect.iscoroutinefunction(cls.__init__):
-        raise TypeError(f"{cls.__name__}.__init__ is async; __init__ must be a plain def (do async work in an endpoint)")
+        raise TypeError(f"{cls.__name__}.__init__ is async; make it a plain def (do async work in an endpoint)")
     for name in RESERVED:
         if isinstance(inspect.getattr_static(cls, name, None), EndpointProperty):
             raise ValueError(
-                f"{cls.__name__}.{name}: the mesh attribute {name!r} collides with an endpoint name; rename the endpoint"
+                f"{cls.__name__}.{name}: the mesh attribute {name!r} collides with an endpoint name; rename it"
             )
     kinds: dict[bool, list[str]] = {True: [], False: []}
     for name, prop in has_endpoints(cls).items():

@@ -126,7 +126,7 @@ class Instance:
 class Context:
     """What `context()` returns: the actor that runs, and the rank of its message in the handle that was called."""
 
-    __slots__ = ("actor_instance", "_labels", "_sizes", "_rank")
+    __slots__ = ("_labels", "_rank", "_sizes", "actor_instance")
 
     def __init__(self, instance: Instance, labels: tuple[str, ...], sizes: tuple[int, ...], rank: int) -> None:
         self.actor_instance = instance

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from monarch.actor._procs import own_proc
 from monarch.runtime import client
 from monarch.runtime.calls import OneCall
-from monarch.runtime.cell import Cell, Spec, dump_error, here
+from monarch.runtime.cell import Cell, Here, Spec, dump_error, here
 from monarch.runtime.client import current_host, current_node
 from monarch.runtime.failure import MeshFailure
 from monarch.runtime.future import Future
@@ -51,7 +51,7 @@ class ControllerCell(Cell):
         return Future._of(None)
 
     def _serve(self) -> None:
-        here.set(client.Here(self, (), (), 0))
+        here.set(Here(self, (), (), 0))
         while True:
             frame, name = self.requests.get()
             try:

@@ -111,7 +111,8 @@ def endpoint(
     """
     _check_propagate(propagate)
     if method is None:
-        return lambda m: endpoint(
+        decorate: Any = endpoint
+        return lambda m: decorate(
             m, propagate=propagate, explicit_response_port=explicit_response_port, instrument=instrument
         )
     if isinstance(method, EndpointProperty):
@@ -189,7 +190,7 @@ def _simple_arity(method: Callable[..., Any], skip: int) -> tuple[int, int] | No
 class Endpoint(Generic[P, R]):
     """`mesh.method`: sends messages to the actors of the mesh. Not callable itself; use an adverb."""
 
-    __slots__ = ("_mesh", "_name", "_method", "_skip", "_mode", "_meta", "_meta_host", "_property")
+    __slots__ = ("_mesh", "_meta", "_meta_host", "_method", "_mode", "_name", "_property", "_skip")
 
     def __init__(
         self,
@@ -378,7 +379,7 @@ def as_endpoint(
     static = isinstance(attr, staticmethod)
     method = attr.__func__ if isinstance(attr, (staticmethod, classmethod)) else attr
     if not callable(method):
-        method = lambda self, *args, **kwargs: None  # noqa: E731 - a property or attribute: the actor will say
+        method = lambda self, *args, **kwargs: None
     return Endpoint(
         mesh, name, method, explicit=explicit_response_port, mode=2 if explicit_response_port else 1,
         bound=0 if static else 1,

@@ -227,7 +227,7 @@ class HostMesh(MeshTrait):
         overlap = sorted(set(per_host) & set(self._shape.labels))
         if overlap:
             raise ValueError(
-                f"per_host dims {list(per_host)} overlap with the host mesh's dims {list(self._shape.labels)}: {overlap}"
+                f"per_host dims {list(per_host)} overlap with the hosts' dims {list(self._shape.labels)}: {overlap}"
             )
         for key, size in per_host.items():
             if not isinstance(size, int) or isinstance(size, bool):

@@ -22,7 +22,7 @@ def suffix() -> str:
 class Uid:
     """An identifier: an instance (`label<suffix>` or `<suffix>`) or a singleton (`label`)."""
 
-    __slots__ = ("label", "_suffix")
+    __slots__ = ("_suffix", "label")
 
     def __init__(self, label: str | None, suffix: str | None) -> None:
         self.label = label
@@ -102,7 +102,7 @@ class ProcId:
 class ActorAddr:
     """The address of one actor: opaque, unique and stable. `str` is `<actor>.<proc>@<location>`."""
 
-    __slots__ = ("addr", "proc_name", "actor_name")
+    __slots__ = ("actor_name", "addr", "proc_name")
 
     def __init__(self, *, addr: str, proc_name: str, actor_name: str) -> None:
         if addr.startswith("local:"):

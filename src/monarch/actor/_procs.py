@@ -33,7 +33,7 @@ _futures: dict[int, Future[Any]] = {}  # proc mesh id -> when its processes are 
 class Placement:
     """Which process each rank of an actor mesh lives in. Compact: computed, not listed."""
 
-    __slots__ = ("base", "hosts", "per_host", "ranks", "_dense")
+    __slots__ = ("_dense", "base", "hosts", "per_host", "ranks")
 
     def __init__(self, base: int, hosts: tuple[Host, ...], per_host: int, ranks: Slice) -> None:
         self.base, self.hosts, self.per_host, self.ranks = base, hosts, per_host, ranks

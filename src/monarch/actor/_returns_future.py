@@ -29,7 +29,7 @@ _thread = threading.local()
 class _BodyFuture(Future[R]):
     """A future whose work is a coroutine that an observer drives."""
 
-    __slots__ = ("_coroutine", "_context", "_driver", "_loop")
+    __slots__ = ("_context", "_coroutine", "_driver", "_loop")
 
     def _begin(self, coroutine: Coroutine[Any, Any, R], context: contextvars.Context) -> None:
         self._coroutine: Coroutine[Any, Any, R] | None = coroutine
@@ -91,7 +91,7 @@ class _BodyFuture(Future[R]):
             return self._result()
         coroutine = self._claim()
         if coroutine is None:
-            if self._driver == threading.get_ident() and getattr(_thread, "driving", 0):
+            if self._driver == threading.get_ident() and bool(getattr(_thread, "driving", False)):
                 raise WouldBlockRuntime("get() from the code that another get() of this future is driving")
             self._wait(timeout)
             return self._result()
@@ -104,7 +104,7 @@ class _BodyFuture(Future[R]):
         """Runs the body on this thread's private loop; a timeout or interrupt cancels it and drives its cleanup."""
         loop = _private_loop()
         task = self._task(loop, coroutine)
-        _thread.driving = getattr(_thread, "driving", 0) + 1
+        _thread.driving = int(getattr(_thread, "driving", 0)) + 1
         try:
             try:
                 loop.run_until_complete(asyncio.wait({task}, timeout=timeout))
@@ -184,6 +184,7 @@ def returns_future(async_fn: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P,
             raise
         future: Any = _BodyFuture._make()
         future._begin(coroutine, contextvars.copy_context())
-        return future
+        out: Future[R] = future
+        return out
 
     return call

@@ -41,6 +41,7 @@ class BindSpec:
     """
 
     __slots__ = ("spec",)
+    spec: ChannelTransport | str
 
     def __init__(self, spec: ChannelTransport | str | BindSpec) -> None:
         if isinstance(spec, BindSpec):

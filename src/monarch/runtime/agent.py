@@ -46,10 +46,13 @@ def _early(env: dict[str, str]) -> dict[str, str]:
 class Process:
     """What the agent knows of one worker process."""
 
-    def __init__(self, node: int, name: str, owner: tuple[Any, ...], waiting: Frame, rank: int, command: str) -> None:
+    def __init__(
+        self, node: int, name: str, owner: tuple[Any, ...], waiting: Frame, rank: int, command: str, starter: Starter
+    ) -> None:  # fmt: skip
+        self.starter = starter
         self.node = node
         self.name = name
-        self.owner_node = owner[0]
+        self.owner_node: int = owner[0]
         self.pid = 0
         self.waiting: Frame | None = waiting  #: the spawn request, until this process is ready
         self.rank = rank
@@ -61,6 +64,51 @@ class Process:
 
     def who(self) -> str:
         return f"process {self.name}, pid {self.pid}, on {socket.gethostname()}"
+
+
+class Starter:
+    """The agent's end of one zygote."""
+
+    def __init__(self, folder: str, preload: list[str]) -> None:
+        mine, theirs = socket.socketpair()
+        src = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        env = dict(os.environ)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [src, env.get("PYTHONPATH", "")]))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _ZYGOTE, str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env=env,
+        )
+        theirs.close()
+        self.sock = mine
+        self.reading = threading.Lock()
+        send_message(mine, ("folder", folder))
+        if preload:
+            send_message(mine, ("preload", preload))
+
+    def send(self, message: Any, fds: list[int] | None = None) -> None:
+        with contextlib.suppress(OSError):
+            send_message(self.sock, message, fds)
+
+    def receive(self) -> Any:
+        """A message, None when there is none after all (another thread took it), False at the end."""
+        with self.reading:
+            try:
+                if not select.select([self.sock], [], [], 0)[0]:
+                    return None
+                got = receive_message(self.sock)
+            except (OSError, ValueError):
+                got = None
+        return False if got is None else got[0]
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self.sock.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
 
 
 class HostAgent:
@@ -77,9 +125,11 @@ class HostAgent:
         self.folder = addresses.private_folder()
         self.on_shutdown: Any = None
         self.over_tcp = False  #: processes of this host talk over loopback TCP instead of unix sockets
-        self._preloaded: set[str] = set()
         self._start_env = _early(dict(os.environ))
-        self._zygote = self._start_zygote()
+        self._preloaded = {m for m in _PRELOAD if m in sys.modules}
+        self._starters: list[Starter] = []
+        self._current = self._new_starter(sorted(self._preloaded))
+        self._warming: Starter | None = None
         node.agent = self
         node.control |= {
             "spawn_procs": self.spawn_procs,
@@ -94,42 +144,41 @@ class HostAgent:
         }
         node.on_node_down.append(self._after_death)
 
-    # -- the zygote
+    # -- zygotes
 
-    def _start_zygote(self) -> socket.socket:
-        mine, theirs = socket.socketpair()
-        src = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        env = dict(os.environ)
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [src, env.get("PYTHONPATH", "")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _ZYGOTE, str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            env=env,
-        )
-        theirs.close()
-        send_message(mine, ("folder", self.folder))
-        self._reading = threading.Lock()
-        self.node.poller.watch(mine.fileno(), READ, self._from_zygote)
-        return mine
+    def _new_starter(self, preload: list[str]) -> Starter:
+        starter = Starter(self.folder, preload)
+        self._starters.append(starter)
+        self.node.poller.watch(starter.sock.fileno(), READ, lambda event: self._from_zygote(starter))
+        return starter
 
-    def _from_zygote(self, event: int) -> None:
-        """Reads one message; the poller's guest and the runtime thread may both be told that there is one."""
-        with self._reading:
-            try:
-                if not select.select([self._zygote], [], [], 0)[0]:
-                    return
-                got = receive_message(self._zygote)
-            except (OSError, ValueError):
-                got = None
+    def _warm(self) -> None:
+        """Heavy modules that the client imported since: a second zygote imports them while the first goes on."""
+        wanted = {m for m in _PRELOAD if m in sys.modules}
+        if wanted <= self._preloaded:
+            return
+        self._preloaded |= wanted
+        self._warming = self._new_starter(sorted(wanted))
+
+    def _from_zygote(self, starter: Starter) -> None:
+        got = starter.receive()
         if got is None:
-            self.node.poller.unwatch(self._zygote.fileno())
+            return
+        if got is False:
+            self.node.poller.unwatch(starter.sock.fileno())
+            self._starters.remove(starter)
             if not self.node.closing:
                 for p in list(self.processes.values()):
-                    self._ended(p, Exit("lost", detail="the host's process starter died"))
+                    if p.starter is starter:
+                        self._ended(p, Exit("lost", detail="the host's process starter died"))
+                if starter is self._current:
+                    self._current = self._new_starter(sorted(self._preloaded))
             return
-        op, items = got[0]
-        if op == "forked":
+        op, items = got
+        if op == "warm":
+            if starter is self._warming:
+                self._current, self._warming = starter, None
+        elif op == "forked":
             for node, pid in items:
                 process = self.processes.get(node)
                 if process is not None:
@@ -142,10 +191,11 @@ class HostAgent:
                     self._ended(process, Exit.of_status(status, bool(process.stopping), process.who()))
 
     def _signal(self, processes: list[Process], number: int) -> None:
-        pairs = [(p.pid, number) for p in processes if p.pid and p.node in self.processes]
-        if pairs:
-            with self.lock, contextlib.suppress(OSError):
-                send_message(self._zygote, ("kill", pairs))
+        for starter in list(self._starters):
+            pairs = [(p.pid, number) for p in processes if p.pid and p.starter is starter and p.node in self.processes]
+            if pairs:
+                with self.lock:
+                    starter.send(("kill", pairs))
 
     # -- starting
 
@@ -158,11 +208,7 @@ class HostAgent:
         env = dict(os.environ)
         must_exec = _early(env) != self._start_env
         name, base = order["name"], order["mesh_id"]
-        if not must_exec:
-            fresh = [m for m in _PRELOAD if m in sys.modules and m not in self._preloaded]
-            if fresh:
-                self._preloaded |= set(fresh)
-                send_message(self._zygote, ("preload", fresh))
+        self._warm()
         shared = {
             "agent": order["host"][0],
             "agent_address": order["host"][1],
@@ -202,7 +248,7 @@ class HostAgent:
             bind = order["bind"].get(rank)
             command = order["commands"].get(rank)
             text = self._command(own, bind, command, must_exec, theirs.fileno())
-            process = Process(node, own_name, order["owner"], frame, rank, text)
+            process = Process(node, own_name, order["owner"], frame, rank, text, self._current)
             self.processes[node] = process
             if frame.origin != self.node.id:
                 self.watchers.setdefault(node, set()).add(frame.origin)
@@ -219,8 +265,7 @@ class HostAgent:
             fds.append(theirs.fileno())
             theirs_all.append(theirs)
         for start in range(0, len(each), 60):
-            with contextlib.suppress(OSError):
-                send_message(self._zygote, ("fork", shared, each[start : start + 60]), fds[start : start + 60])
+            self._current.send(("fork", shared, each[start : start + 60]), fds[start : start + 60])
         for sock in theirs_all:
             sock.close()
         limit = float(store.effective("host_spawn_ready_timeout"))
@@ -450,16 +495,12 @@ class HostAgent:
 
     def close(self) -> None:
         """Ends the zygote, and with it whatever still runs."""
-        with contextlib.suppress(OSError):
-            self._zygote.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):
-            self._zygote.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
+        for starter in self._starters:
+            starter.close()
         addresses.remove_folder(self.folder)
 
 
-_ZYGOTE = "from monarch.runtime.zygote import main; main()"
+_ZYGOTE = "import monarch.actor; from monarch.runtime.zygote import main; main()"
 
 
 def fd_in_child() -> int:

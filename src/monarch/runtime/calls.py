@@ -28,7 +28,7 @@ def ended(reason: str, endpoint: str) -> SupervisionError:
 class OneCall(Port):
     """One target, one answer."""
 
-    __slots__ = ("node", "target", "display", "endpoint", "future", "ident")
+    __slots__ = ("display", "endpoint", "future", "ident", "node", "target")
 
     def __init__(self, node: Node, target: int, display: Callable[[int], str], endpoint: str) -> None:
         self.node, self.target, self.display, self.endpoint = node, target, display, endpoint

@@ -68,7 +68,8 @@ class _Running(Cell):
     def _construct(self) -> None:
         cls, args, kwargs = self.build()
         del self.build
-        obj = cls.__new__(cls, *args, **kwargs) if cls.__new__ is not object.__new__ else cls.__new__(cls)
+        new: Any = cls.__new__
+        obj = new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
         self.obj = obj
         obj.__init__(*args, **kwargs)
 
@@ -288,9 +289,9 @@ class SyncCell(_Running):
                     gate.acquire(timeout=left)
                     continue
                 poller = self.node.poller
-                if not poller.wait(lambda: future._ready or self._events, None if end is None else left):
-                    if poller._stopping:
-                        return future._ready
+                arrived = poller.wait(lambda: future._ready or self._events, None if end is None else left)
+                if not arrived and poller._stopping:
+                    return future._ready
         finally:
             self._gate = outer
 

@@ -99,7 +99,27 @@ class Future(Generic[R]):
     cancelling an observer never cancels the work.
     """
 
-    __slots__ = ("_lock", "_ready", "_value", "_error", "_decode", "_waiters", "_observe", "_seen", "_on_timeout", "__weakref__")
+    __slots__ = (
+        "__weakref__",
+        "_decode",
+        "_error",
+        "_lock",
+        "_observe",
+        "_on_timeout",
+        "_ready",
+        "_seen",
+        "_value",
+        "_waiters",
+    )
+    _lock: threading.Lock
+    _ready: bool
+    _value: Any
+    _error: BaseException | None
+    _decode: Callable[[], Any] | None
+    _waiters: list[Callable[[], None]] | None
+    _observe: Callable[[], None] | None
+    _seen: bool
+    _on_timeout: Callable[[], None] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs:
@@ -113,12 +133,12 @@ class Future(Generic[R]):
         self._lock = threading.Lock()
         self._ready = False
         self._value = _UNSET
-        self._error: BaseException | None = None
-        self._decode: Callable[[], Any] | None = None
-        self._waiters: list[Callable[[], None]] | None = None
+        self._error = None
+        self._decode = None
+        self._waiters = None
         self._observe = observe
         self._seen = False
-        self._on_timeout: Callable[[], None] | None = None
+        self._on_timeout = None
         return self
 
     @classmethod

@@ -48,9 +48,7 @@ class _GuestSelector(_Base):  # type: ignore[misc]
             poller.wait(self._done, timeout)
         finally:
             poller.leave()
-        if self.bridge is not None and self.bridge._scheduled:
-            timeout = 0
-        elif self._inner_ready or timeout is not None:
+        if (self.bridge is not None and self.bridge._scheduled) or self._inner_ready or timeout is not None:
             timeout = 0
         found = super().select(timeout)
         return found

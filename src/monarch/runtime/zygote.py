@@ -121,6 +121,7 @@ class Zygote:
                 with contextlib.suppress(Exception):
                     __import__(module)
             freeze()
+            self.tell("warm", [])
         elif op == "folder":
             self.folder = args[0]
         return None
@@ -184,7 +185,6 @@ def freeze() -> None:
 def main() -> None:
     """`python -m monarch.runtime.zygote FD`: serves the agent at the other end of descriptor FD."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    import monarch.actor  # noqa: F401 - warm
     import monarch.runtime.child as child
 
     child.set_title("monarch-zygote")

@@ -109,7 +109,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def private_folder() -> str:
-    """Makes a folder that only this user can enter, for one host agent's sockets. Short: socket paths are <108 bytes."""
+    """Makes a folder that only this user can enter, for one host agent's sockets (paths must stay under 108 bytes)."""
     base = tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp"
     return tempfile.mkdtemp(prefix="monarch-", dir=base)  # mkdtemp makes it 0700
 

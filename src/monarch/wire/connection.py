@@ -35,7 +35,7 @@ class ConnectionClosed(Exception):
 class Limits:
     """What one connection may use: frame size, queued bytes, handshake seconds."""
 
-    __slots__ = ("max_frame", "send_queue", "handshake")
+    __slots__ = ("handshake", "max_frame", "send_queue")
 
     def __init__(self, max_frame: int, send_queue: int, handshake: float = 10.0) -> None:
         self.max_frame = max_frame

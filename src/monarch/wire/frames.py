@@ -39,7 +39,7 @@ class FrameError(Exception):
 class Frame:
     """One message. `parts` are meta (may be empty), payload, and out-of-band buffers."""
 
-    __slots__ = ("kind", "flags", "rank", "dest", "origin", "key", "reply", "sender", "parts", "lease")
+    __slots__ = ("dest", "flags", "key", "kind", "lease", "origin", "parts", "rank", "reply", "sender")
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Frame:
         ) + lengths.pack(*map(len, parts))
 
     def __repr__(self) -> str:
-        names = "HELLO CALL REPLY CONTROL RELEASE CAST".split()
+        names = ["HELLO", "CALL", "REPLY", "CONTROL", "RELEASE", "CAST"]
         kind = names[self.kind] if self.kind < len(names) else str(self.kind)
         return f"<{kind} {self.origin:x}->{self.dest:x} key={self.key:x} {[len(p) for p in self.parts]}>"
 

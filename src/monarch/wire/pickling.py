@@ -39,7 +39,7 @@ class _NeedsCloudpickle(Exception):
 class Payload:
     """A pickled object: the stream in `chunks`, followed by out-of-band `buffers` (raw, not copied)."""
 
-    __slots__ = ("chunks", "buffers", "nbytes")
+    __slots__ = ("buffers", "chunks", "nbytes")
 
     def __init__(self, chunks: Sequence[Bytes], buffers: Sequence[memoryview] = ()) -> None:
         self.chunks = chunks
@@ -154,7 +154,7 @@ def _cloud_pickler() -> Any:
             def reducer_override(self, obj: Any) -> Any:
                 reducer = find_reducer(type(obj))
                 if reducer is not None:
-                    return reducer(self, obj)  # type: ignore[arg-type]
+                    return reducer(self, obj)
                 return super().reducer_override(obj)
 
         _cloud_class = Cloud

@@ -36,7 +36,7 @@ def _nothing() -> None:
 
 
 class Timer:
-    __slots__ = ("when", "callback")
+    __slots__ = ("callback", "when")
 
     def __init__(self, when: float, callback: Callable[[], None]) -> None:
         self.when = when

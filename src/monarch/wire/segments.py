@@ -28,7 +28,7 @@ _ALIGN = 64
 class Segment:
     """A memory file of `capacity` bytes, owned by this process and lent to receivers."""
 
-    __slots__ = ("fd", "id", "capacity", "view", "_map", "borrowers")
+    __slots__ = ("_map", "borrowers", "capacity", "fd", "id", "view")
 
     def __init__(self, ident: int, capacity: int) -> None:
         self.fd = os.memfd_create("monarch-payload", os.MFD_CLOEXEC)

@@ -25,7 +25,7 @@ class _Span:
         if size == 0:
             return _empty, ()
         array = (ctypes.c_ubyte * size).from_address(self.storage.data_ptr() + self.start)
-        array._keep = self.storage
+        array._keep = self.storage  # type: ignore[attr-defined]
         return _rebuild_span, (pickle.PickleBuffer(array),)
 
 

@@ -1,6 +1,6 @@
 """`python -m monarch._src.actor.bootstrap_main`: a worker process started by a command."""
 
-import monarch.actor  # noqa: F401 - the actor layer registers itself
+import monarch.actor
 from monarch.runtime.child import run_executed
 
 if __name__ == "__main__":
