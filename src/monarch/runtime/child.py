@@ -278,7 +278,7 @@ def run(sock: socket.socket, orders: dict[str, Any]) -> None:
     set_title(orders["name"])
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     with contextlib.suppress(Exception):
         import multiprocessing
 

@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh machine with Python >= 3.10 and a network: `make demo` and `make test`.
+PYTHON ?= python3
+PY := .venv/bin/python
+PIP := $(PY) -m pip install -q --disable-pip-version-check
+BENCH ?= ../shared/bench/actor_bench.py
+ROUNDS ?= 3
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/stamp-demo
+	$(PY) -u examples/train_digits.py --out demo.png
+
+test: .venv/stamp-test
+	$(PY) -m pytest
+
+lint: .venv/stamp-dev
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	.venv/bin/lint-imports
+
+# make bench PEER=/path/to/python-with-torchmonarch
+bench: .venv/stamp-test
+	$(PY) benchmarks/compare.py --bench $(BENCH) --rounds $(ROUNDS) $(if $(PEER),--peer $(PEER))
+
+.venv/stamp:
+	$(PYTHON) -m venv .venv
+	touch $@
+
+# torch first and pinned: a CPU build where one is offered, and nothing that depends on it picks another
+.venv/stamp-torch: .venv/stamp constraints-dev.txt
+	$(PIP) -c constraints-dev.txt torch
+	touch $@
+
+.venv/stamp-%: .venv/stamp-torch pyproject.toml
+	$(PIP) -c constraints-dev.txt -e '.[$*]'
+	touch $@
+
+clean:
+	rm -rf .venv build demo.png .mypy_cache .ruff_cache .pytest_cache .hypothesis
