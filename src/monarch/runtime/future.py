@@ -119,7 +119,7 @@ class Future(Generic[R]):
     _waiters: list[Callable[[], None]] | None
     _observe: Callable[[], None] | None
     _seen: bool
-    _on_timeout: Callable[[], None] | None
+    _on_timeout: Callable[[Any], None] | None  #: called with this future when a wait timed out and nobody waits
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs:
@@ -267,7 +267,7 @@ class Future(Generic[R]):
 
     def _timed_out(self, timeout: float | None) -> None:
         if self._on_timeout is not None and not self._waiters:
-            self._on_timeout()
+            self._on_timeout(self)
         raise TimeoutError(f"no result within {timeout} s; the operation goes on, get() or await it again")
 
     def _wait_plainly(self, timeout: float | None, safe_point: Any) -> None:

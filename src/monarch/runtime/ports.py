@@ -175,14 +175,15 @@ class Receiver(Sink, Generic[R]):
                 frame = self._frames.popleft()
             self._give(future, frame)
 
-        def downgrade() -> None:  # nobody waits any more: keep the claim only as long as the future lives
-            with self._lock:
-                if future in self._claims:
-                    self._claims[self._claims.index(future)] = weakref.ref(future)
-
         future = Future._make(claim)
-        future._on_timeout = downgrade
+        future._on_timeout = self._downgrade
         return future
+
+    def _downgrade(self, future: Future[R]) -> None:
+        """Nobody waits for this claim any more: it holds only as long as somebody keeps its future."""
+        with self._lock:
+            if future in self._claims:
+                self._claims[self._claims.index(future)] = weakref.ref(future)
 
     def close(self) -> None:
         self._node_ref.close_port(self.ident)

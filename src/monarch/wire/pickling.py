@@ -211,6 +211,11 @@ def loads(stream: Bytes, buffers: Sequence[Bytes] = ()) -> Any:
     return pickle.loads(stream, buffers=buffers) if buffers else pickle.loads(stream)
 
 
+def _plain_state(kind: type) -> bool:
+    """True when instances are pickled by their `__dict__`."""
+    return getattr(kind, "__getstate__", None) is getattr(object, "__getstate__", None)
+
+
 def explain_failure(obj: Any, path: str, depth: int = 6) -> str:
     """Names the innermost part of `obj` that refuses pickling, as an attribute path such as `args[0].lock`."""
     if depth == 0:
@@ -220,7 +225,7 @@ def explain_failure(obj: Any, path: str, depth: int = 6) -> str:
         children = [(f"{path}[{k!r}]", v) for k, v in obj.items()]
     elif isinstance(obj, (list, tuple, set, frozenset)):
         children = [(f"{path}[{i}]", v) for i, v in enumerate(obj)]
-    elif hasattr(obj, "__dict__") and not isinstance(obj, type) and not hasattr(type(obj), "__getstate__"):
+    elif hasattr(obj, "__dict__") and not isinstance(obj, type) and _plain_state(type(obj)):
         children = [(f"{path}.{k}", v) for k, v in vars(obj).items()]
     for name, child in children:
         try:

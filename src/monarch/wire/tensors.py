@@ -55,8 +55,6 @@ def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> Any:
 def _reduce_tensor(pickler: Any, t: torch.Tensor) -> Any:
     if t.layout is not torch.strided or t.device.type == "meta" or t.is_quantized or t.is_conj() or t.is_neg():
         return NotImplemented
-    if t.requires_grad and not t.is_leaf:
-        return NotImplemented  # torch explains that only leaves can be copied
     source = t.detach()
     if source.device.type != "cpu":
         source = source.cpu()
