@@ -6,9 +6,9 @@ import warnings
 
 import numpy as np
 import pytest
+
 from actors_for_tests import AsyncEcho, Echo
 from conftest import WAIT, run_script, wait_until
-
 from monarch.actor import (
     Accumulator,
     Actor,
@@ -18,7 +18,6 @@ from monarch.actor import (
     as_endpoint,
     context,
     endpoint,
-    get_or_spawn_controller,
     send,
     this_proc,
 )
@@ -348,29 +347,23 @@ def test_stop_carries_out_what_is_queued(procs):
     assert [f.get(timeout=WAIT) for f in pending] == list(range(50))
 
 
-class Tally(Actor):
-    def __init__(self):
-        self.n = 0
-
-    @endpoint
-    def next(self):
-        self.n += 1
-        return self.n
-
-
 def test_a_controller_is_one_actor_however_many_ask():
-    out = []
-    threads = [
-        threading.Thread(
-            target=lambda: out.append(get_or_spawn_controller("tally-8", Tally).get(WAIT).next.call_one().get(WAIT))
-        )
-        for _ in range(8)
-    ]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(WAIT)
-    assert sorted(out) == list(range(1, 9))
+    r = run_script(  # a controller lives as long as its client, so the client is a program of its own
+        """
+        import threading
+        from monarch.actor import Actor, endpoint, get_or_spawn_controller
+        class Tally(Actor):
+            def __init__(self): self.n = 0
+            @endpoint
+            def next(self): self.n += 1; return self.n
+        out = []
+        def ask(): out.append(get_or_spawn_controller("tally", Tally).get(30).next.call_one().get(30))
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        [t.start() for t in threads]; [t.join(30) for t in threads]
+        print(sorted(out))
+        """
+    )
+    assert r.stdout.strip() == "[1, 2, 3, 4, 5, 6, 7, 8]", r.stderr
 
 
 def test_actors_in_the_clients_process_see_its_pid():

@@ -5,9 +5,9 @@ import sys
 import time
 
 import pytest
+
 from actors_for_tests import AsyncEcho, Echo
 from conftest import WAIT, gone, run_script, wait_until
-
 from monarch.actor import Actor, SupervisionError, endpoint, this_host
 
 
