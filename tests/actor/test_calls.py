@@ -415,7 +415,7 @@ def test_hello_world_is_quiet_and_quick():
 def test_import_is_light():
     r = run_script(
         "import sys, monarch.actor; print('torch' in sys.modules, 'numpy' in sys.modules, "
-        "[n for n, m in sys.modules.items() if n.startswith('monarch') and str(getattr(m, '__file__', '')).endswith('.so')])"
+        "[n for n, m in sys.modules.items() if n.startswith('monarch') and str(m.__file__).endswith('.so')])"
     )
     assert r.stdout.split() == ["False", "False", "[]"]
 

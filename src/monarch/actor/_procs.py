@@ -249,14 +249,13 @@ class ProcMesh(MeshTrait):
             for n in self._nodes():
                 by_host.setdefault(placement.host_of(n), []).append(n)
             for host, nodes in by_host.items():
-                answer = _HostStopped(wait, nodes)
+                answer = _HostStopped(wait, nodes, host.agent)
                 answer.ident = node.open_port(answer)
                 frame = node.control_frame(host.agent, "stop_procs", nodes, reason, reply=answer.ident)
                 try:
                     node.send(frame, host)
                 except NodeDown as e:
                     answer.node_down(host.agent, e.exit)
-                answer.host = host.agent
         return self._stop_future
 
     async def __aenter__(self) -> ProcMesh:
@@ -316,10 +315,8 @@ class ProcMesh(MeshTrait):
 class _HostStopped(StopWait):
     """One host's part of a stop: all its processes are gone when the agent says so."""
 
-    host = 0
-
-    def __init__(self, whole: StopWait, nodes: list[int]) -> None:
-        self.whole, self.nodes = whole, nodes
+    def __init__(self, whole: StopWait, nodes: list[int], host: int) -> None:
+        self.whole, self.nodes, self.host = whole, nodes, host
         self.node = whole.node
         self.ident = 0
 
@@ -329,7 +326,7 @@ class _HostStopped(StopWait):
             self.whole.done(n & RANK_MASK)
 
     def node_down(self, node: int, exit: Exit) -> None:
-        if node == self.host or not self.host:
+        if node == self.host:
             self.deliver(Frame(0, 0, 0))
 
     def node_down_all(self, reason: str) -> None:
