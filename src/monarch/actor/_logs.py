@@ -9,7 +9,7 @@ from typing import Any
 from monarch.actor._actor import Actor
 from monarch.actor._endpoint import endpoint
 from monarch.runtime.cell import here
-from monarch.runtime.client import Root, current_node, exists, is_worker
+from monarch.runtime.client import Root, is_worker, peek
 
 #: `config.prefix_python_logs_with_actor = False` leaves messages as they are
 config = types.SimpleNamespace(prefix_python_logs_with_actor=True)
@@ -21,8 +21,9 @@ def _record(*args: Any, **kwargs: Any) -> logging.LogRecord:
     record: logging.LogRecord = _previous(*args, **kwargs)
     now = here.get()
     cell = now.cell if now is not None else None
-    if cell is None and exists() and not is_worker():
-        cell = current_node().cells.get(1)
+    node = peek()
+    if cell is None and node is not None and not is_worker():
+        cell = node.cells.get(1)
     if cell is None:
         return record
     record.actor = cell.spec.name

@@ -127,6 +127,7 @@ class HostAgent:
         self.over_tcp = False  #: processes of this host talk over loopback TCP instead of unix sockets
         self._start_env = _early(dict(os.environ))
         self._preloaded = {m for m in _PRELOAD if m in sys.modules}
+        self.closing = False
         self._starters: list[Starter] = []
         self._current = self._new_starter(sorted(self._preloaded))
         self._warming: Starter | None = None
@@ -166,8 +167,8 @@ class HostAgent:
             return
         if got is False:
             self.node.poller.unwatch(starter.sock.fileno())
-            self._starters.remove(starter)
-            if not self.node.closing:
+            if not self.closing and starter in self._starters:
+                self._starters.remove(starter)
                 for p in list(self.processes.values()):
                     if p.starter is starter:
                         self._ended(p, Exit("lost", detail="the host's process starter died"))
@@ -494,8 +495,10 @@ class HostAgent:
         return node
 
     def close(self) -> None:
-        """Ends the zygote, and with it whatever still runs."""
+        """Ends the zygotes, and with them whatever still runs."""
+        self.closing = True
         for starter in self._starters:
+            self.node.poller.unwatch(starter.sock.fileno())
             starter.close()
         addresses.remove_folder(self.folder)
 

@@ -175,6 +175,11 @@ def exists() -> bool:
     return _node is not None
 
 
+def peek() -> Node | None:
+    """This process's node if there is one; never makes it."""
+    return _node
+
+
 def is_worker() -> bool:
     return bool(_orders)
 
