@@ -35,7 +35,7 @@ _node: Node | None = None
 _host: Host | None = None
 _orders: dict[str, Any] = {}
 _ended: Future[None] | None = None
-_pid = 0
+_forked = False  #: this process is a fork of one that had a client
 
 #: replaced by the actor layer: looks up `monarch.actor.unhandled_fault_hook` at the time of each fault
 fault_hook: Callable[[MeshFailure], None] = lambda failure: sys.exit(1)
@@ -65,6 +65,7 @@ class Root(Cell):
         self.state = "running"
         self.faults: queue.SimpleQueue[MeshFailure | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
+        self.here: Here | None = None
         self.handling = 0
 
     def deliver(self, frame: Frame) -> None:
@@ -143,10 +144,18 @@ def _quiet_fault(kind: Any, value: Any, trace: Any) -> None:
 _previous_hook = sys.excepthook
 
 
+def _after_fork() -> None:
+    global _forked
+    _forked = _node is not None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def install(node: Node, host: Host, orders: dict[str, Any]) -> None:
     """In a worker: its node is what this process sends from."""
-    global _node, _host, _orders, _pid
-    _node, _host, _orders, _pid = node, host, orders, os.getpid()
+    global _node, _host, _orders
+    _node, _host, _orders = node, host, orders
     future.guest_poller = node.poller
     for callback in on_start:
         callback(node)
@@ -160,7 +169,7 @@ def orders() -> dict[str, Any]:
 def current_node() -> Node:
     """This process's node; makes the client on first use. RuntimeError after shutdown, or in a forked child."""
     node = _node
-    if node is not None and _ended is None and _pid == os.getpid():
+    if node is not None and _ended is None and not _forked:
         return node
     return start()
 
@@ -185,18 +194,17 @@ def is_worker() -> bool:
 
 
 def start() -> Node:
-    global _node, _host, _pid
+    global _node, _host
     if future.on_runtime_thread():
         raise WouldBlockRuntime("the client cannot be created on the framework's runtime thread")
     with _lock:
         if _ended is not None:
             raise RuntimeError("the client was shut down (shutdown_context); it cannot be used again in this process")
         if _node is not None:
-            if _pid != os.getpid():
+            if _forked:
                 raise RuntimeError("a forked child may not use its parent's client; leave it by exec or os._exit")
             return _node
         node = _make_client()
-        _pid = os.getpid()
         _node = node
         return node
 
@@ -276,9 +284,13 @@ def current_here() -> Here:
     if now is not None and now.cell.node is _node:
         return now
     node = current_node()
-    if is_worker():
+    if _orders:
         return Here(_plain_sender(node), (), (), 0)
-    return Here(root(), (), (), 0)
+    cell = node.cells[ROOT_ACTOR]
+    assert isinstance(cell, Root)
+    if cell.here is None:
+        cell.here = Here(cell, (), (), 0)
+    return cell.here
 
 
 def _plain_sender(node: Node) -> Cell:
@@ -327,7 +339,7 @@ def _shut_down(node: Node, budget: float, done: Future[None]) -> None:
 
 def _at_exit() -> None:
     """At interpreter exit: a moment for failures that are on their way, then an orderly end."""
-    if _pid != os.getpid() or _node is None:
+    if _forked or _node is None:
         return
     global _ended
     with _lock:

@@ -19,6 +19,7 @@ HEADER_SIZE = HEADER.size
 MAGIC = 0x4D6E
 #: A frame has at most this many parts (meta, payload and out-of-band buffers).
 MAX_PARTS = 65_536
+_HEAD_OF_TWO = struct.Struct(HEADER.format + "2Q")
 _LENGTHS = [struct.Struct(f"<{n}Q") for n in range(9)]
 
 # Kinds of frames.
@@ -67,12 +68,20 @@ class Frame:
 
     @property
     def nbytes(self) -> int:
-        return HEADER_SIZE + 8 * len(self.parts) + sum(len(p) for p in self.parts)
+        parts = self.parts
+        if len(parts) == 2:
+            return HEADER_SIZE + 16 + len(parts[0]) + len(parts[1])
+        return HEADER_SIZE + 8 * len(parts) + sum(map(len, parts))
 
     def head(self) -> bytes:
         """Header and table of lengths: everything on the wire before the parts."""
         parts = self.parts
         n = len(parts)
+        if n == 2:
+            return _HEAD_OF_TWO.pack(
+                MAGIC, self.kind, self.flags, 2, self.rank, self.dest, self.origin, self.key, self.reply, self.sender,
+                len(parts[0]), len(parts[1]),
+            )  # fmt: skip
         lengths = _LENGTHS[n] if n < 9 else struct.Struct(f"<{n}Q")
         return HEADER.pack(
             MAGIC, self.kind, self.flags, n, self.rank, self.dest, self.origin, self.key, self.reply, self.sender
@@ -129,9 +138,13 @@ class FrameParser:
             if done is not None:
                 yield done
             data = memoryview(data)[n:]
-        self._buf += data
-        buf, pos = self._buf, 0
-        end = len(buf)
+        buf: Bytes
+        if self._buf or type(data) is not bytes:
+            self._buf += data
+            buf = self._buf
+        else:
+            buf = data  # nothing is left over from before: no need to copy
+        pos, end = 0, len(buf)
         while end - pos >= HEADER_SIZE:
             magic, kind, flags, n, rank, dest, origin, key, reply, sender = HEADER.unpack_from(buf, pos)
             if magic != MAGIC:
@@ -150,7 +163,11 @@ class FrameParser:
             if end - start >= size:
                 if n == 2:  # the common case, without a loop
                     middle = start + lengths[0]
-                    frame.parts = (bytes(buf[start:middle]), bytes(buf[middle : start + size]))
+                    last = start + size
+                    if buf is data:
+                        frame.parts = (buf[start:middle], buf[middle:last])
+                    else:
+                        frame.parts = (bytes(buf[start:middle]), bytes(buf[middle:last]))
                 else:
                     frame.parts = _cut(memoryview(bytearray(buf[start : start + size])), lengths) if n else ()
                 pos = start + size
@@ -163,8 +180,11 @@ class FrameParser:
                 self._big, self._big_lengths, self._big_have = frame, lengths, have
                 pos = end
             break
-        if pos:
-            del buf[:pos]
+        if buf is self._buf:
+            if pos:
+                del self._buf[:pos]
+        elif pos < end:
+            self._buf += memoryview(buf)[pos:]
 
 
 def _cut(data: memoryview, lengths: Sequence[int]) -> list[memoryview]:
