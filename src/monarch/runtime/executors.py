@@ -336,8 +336,13 @@ class AsyncCell(_Running):
         self._inbox.append(frame)
         if self.state == "failed" or self.state == "stopped":
             self._refuse(self.pending())
-        elif self._bridge is not None:
-            self._bridge.call(self._wake)
+            return
+        bridge = self._bridge
+        if bridge is not None:
+            if bridge.thread == threading.get_ident():
+                self._wake()  # the loop's own thread, as the poller's guest
+            else:
+                bridge.call(self._wake)
 
     def post_event(self, event: MeshFailure) -> None:
         self._events.append(event)

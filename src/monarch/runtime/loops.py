@@ -17,10 +17,13 @@ _Base: Any = getattr(selectors, "EpollSelector", selectors.DefaultSelector)
 
 
 class _GuestSelector(_Base):  # type: ignore[misc]
+    """`_inner_ready` is true unless the loop's own descriptors were found idle and no edge came since."""
+
     def __init__(self, poller: Poller) -> None:
         super().__init__()
         self._poller = poller
-        self._inner_ready = False
+        self._inner_ready = True
+        self.loop_ready: Any = ()  #: the loop's queue of callbacks
         self.bridge: Bridge | None = None
         poller.watch(self.fileno(), READ | EDGE, self._inner_event)
 
@@ -29,29 +32,33 @@ class _GuestSelector(_Base):  # type: ignore[misc]
         self._poller.call_guest()
 
     def _done(self) -> bool:
-        return self._inner_ready or (self.bridge is not None and self.bridge._scheduled)
+        return self._inner_ready or bool(self.loop_ready) or (self.bridge is not None and self.bridge._scheduled)
+
+    def _look(self) -> list[Any]:
+        self._inner_ready = False
+        found: list[Any] = super().select(0)
+        if found:
+            self._inner_ready = True  # more may be there, without another edge
+        return found
 
     def select(self, timeout: float | None = None) -> list[Any]:
+        if self._inner_ready:
+            found = self._look()
+            if found:
+                ready: list[Any] = found
+                return ready
         if timeout is not None and timeout <= 0:
-            found: list[Any] = super().select(0)
-            return found
+            return []
         poller = self._poller
         if not poller.enter(idle=True):
-            found = super().select(timeout)
-            return found
+            self._inner_ready = True
+            slept: list[Any] = super().select(timeout)
+            return slept
         try:
-            # What became ready before this point raised its edge before, too: look once, then wait for edges.
-            self._inner_ready = False
-            found = super().select(0)
-            if found:
-                return found
             poller.wait(self._done, timeout)
         finally:
             poller.leave()
-        if (self.bridge is not None and self.bridge._scheduled) or self._inner_ready or timeout is not None:
-            timeout = 0
-        found = super().select(timeout)
-        return found
+        return self._look() if self._inner_ready else []
 
     def close(self) -> None:
         self._poller.unwatch(self.fileno())
@@ -63,6 +70,8 @@ def new_guest_loop(poller: Poller) -> asyncio.AbstractEventLoop:
     if poller._epoll is None:
         return asyncio.new_event_loop()
     selector = _GuestSelector(poller)
-    loop = asyncio.SelectorEventLoop(selector)
+    loop: Any = asyncio.SelectorEventLoop(selector)
     selector.bridge = Bridge.of(loop)
-    return loop
+    selector.loop_ready = loop._ready
+    out: asyncio.AbstractEventLoop = loop
+    return out

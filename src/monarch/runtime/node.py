@@ -177,6 +177,8 @@ class Node:
         on_this_host = host is None or host.agent == self.agent_id
         if self.agent is not None:
             if dest == self.id or on_this_host:
+                if dest in self.agent.processes:  # it closed its socket; how it ended is about to be reported
+                    return None
                 self.poller.post(lambda: self.mark_down(dest, Exit("lost", detail="no such process on this host")))
                 return None
             assert host is not None

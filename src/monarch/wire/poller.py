@@ -68,6 +68,7 @@ class Poller:
         self._slot = threading.Lock()
         self._guest = 0  #: ident of the guest thread, 0 for none
         self._guest_is_idle = False
+        self._guest_since = 0.0
         self._evict = False
         self._called = False
         self._call_r, self._call_w = socket.socketpair()
@@ -106,16 +107,23 @@ class Poller:
     # -- guests
 
     def enter(self, idle: bool) -> bool:
-        """Asks for the guest's place. A caller that waits for an answer sends an idle guest away for next time."""
+        """Asks for the guest's place.
+
+        A refused caller that waits for an answer sends an idle guest away, so that it finds the place free next time;
+        so does an idle actor when the guest has been idle for a while.
+        """
         if self._epoll is None or self._stopping:
             return False
         if not self._slot.acquire(blocking=False):
-            if not idle and self._guest_is_idle and not self._evict:
+            long_idle = time.monotonic() - self._guest_since > 0.005
+            if self._guest_is_idle and not self._evict and (long_idle or not idle):
                 self._evict = True
                 self.call_guest()
             return False
         self._evict = False
         self._guest_is_idle = idle
+        if idle:
+            self._guest_since = time.monotonic()
         self._guest = threading.get_ident()
         return True
 
