@@ -111,7 +111,24 @@ def tune(sock: socket.socket) -> None:
 def private_folder() -> str:
     """Makes a folder that only this user can enter, for one host agent's sockets (paths must stay under 108 bytes)."""
     base = tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp"
-    return tempfile.mkdtemp(prefix="monarch-", dir=base)  # mkdtemp makes it 0700
+    _sweep(base)
+    return tempfile.mkdtemp(prefix=f"monarch-{os.getpid()}-", dir=base)  # mkdtemp makes it 0700
+
+
+def _sweep(base: str) -> None:
+    """Removes folders of this user whose agent and zygote were killed together, so that nobody could clean up."""
+    for name in os.listdir(base):
+        match = re.fullmatch(r"monarch-(\d+)-\w+", name)
+        if match is None:
+            continue
+        path = os.path.join(base, name)
+        try:
+            if os.stat(path).st_uid == os.getuid():
+                os.kill(int(match[1]), 0)
+        except ProcessLookupError:
+            remove_folder(path)
+        except OSError:
+            continue
 
 
 def remove_folder(path: str) -> None:
