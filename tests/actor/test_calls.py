@@ -118,6 +118,29 @@ def test_payloads_of_any_size_are_snapshots(procs, size):
         back[0] = 5  # arrives writable
 
 
+class Keeper(Actor):
+    @endpoint
+    def keep(self, x):
+        self.x = x
+
+    @endpoint
+    def add(self):
+        self.x += 1
+
+    @endpoint
+    def first(self):
+        return float(self.x[0])
+
+
+@pytest.mark.parametrize("size", [100, 65_536, 1 << 20])
+def test_ranks_of_a_mesh_call_do_not_share_their_arguments(procs, size):
+    m = procs(3).spawn("keeper", Keeper)
+    for round in range(3):  # later rounds reuse segments
+        m.keep.call(np.full(size, float(round))).get(timeout=WAIT)
+        m.slice(gpus=0).add.call_one().get(timeout=WAIT)
+        assert m.first.call().get(timeout=WAIT).values() == [round + 1, round, round]
+
+
 def test_segments_return_when_a_receiver_is_killed(procs):
     from monarch.runtime.client import current_node
 

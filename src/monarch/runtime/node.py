@@ -452,7 +452,7 @@ class Node:
 
     def _open_memory(self, frame: Frame) -> bool:
         """Replaces a ticket by the parts behind it. False when the sender is gone."""
-        origin, me, poller = frame.origin, self.id, self.poller
+        origin, me, poller = frame.origin, frame.dest, self.poller  # it was lent to the addressee, by that name
 
         def release(segment: int) -> None:  # runs in any thread, even inside the garbage collector
             poller.post(lambda: self._give_back(origin, me, segment))

@@ -141,7 +141,7 @@ class Connection:
         if frame.flags & SHM:
             return frame
         assert self._pool is not None
-        ticket = self._pool.pack(frame.parts, [self.peer])
+        ticket = self._pool.pack(frame.parts, [frame.dest])  # a relay passes the ticket on
         if ticket is not None:
             frame.parts = (ticket,)
             frame.flags |= SHM

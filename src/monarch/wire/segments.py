@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 
 from monarch.wire.frames import Bytes
 
-#: sender's pid, descriptor, segment id, bytes mapped, number of parts
-TICKET = struct.Struct("<IIQQI")
+#: sender's pid, descriptor, segment id, bytes mapped, number of parts, number of borrowers
+TICKET = struct.Struct("<IIQQII")
 AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 _ALIGN = 64
 
@@ -68,7 +68,8 @@ class SegmentPool:
             return None
         for start, n, part in zip(starts, lengths, parts, strict=True):
             segment.view[start : start + n] = memoryview(part).cast("B") if n else b""
-        return TICKET.pack(os.getpid(), segment.fd, segment.id, segment.capacity, len(parts)) + struct.pack(
+        head = TICKET.pack(os.getpid(), segment.fd, segment.id, segment.capacity, len(parts), len(borrowers))
+        return head + struct.pack(
             f"<{2 * len(parts)}Q", *starts, *lengths
         )
 
@@ -147,21 +148,30 @@ class MappedSegments:
 
         Raises OSError when the sender is gone.
         """
-        pid, fd, ident, capacity, n = TICKET.unpack_from(ticket)
+        pid, fd, ident, capacity, n, borrowers = TICKET.unpack_from(ticket)
         numbers = struct.unpack_from(f"<{2 * n}Q", ticket, TICKET.size)
-        with self._lock:
-            mapped = self._maps.get((pid, ident))
-            if mapped is None:
-                theirs = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    mapped = mmap.mmap(theirs, capacity)
-                finally:
-                    os.close(theirs)
-                self._maps[pid, ident] = mapped
+        if borrowers > 1:
+            # Others build on the same pages: this receiver's writes must stay its own. A private mapping copies a page
+            # when it is first written, and cannot be kept for the next message, since written pages would go stale.
+            mapped = self._map(pid, fd, capacity, mmap.MAP_PRIVATE)
+        else:
+            with self._lock:
+                known = self._maps.get((pid, ident))
+                if known is None:
+                    known = self._maps[pid, ident] = self._map(pid, fd, capacity, mmap.MAP_SHARED)
+                mapped = known
         whole = (ctypes.c_ubyte * capacity).from_buffer(mapped)  # ctypes objects can be watched; memoryviews cannot
         weakref.finalize(whole, release, ident).atexit = False
         view = memoryview(whole).cast("B")
         return [view[start : start + size] for start, size in zip(numbers[:n], numbers[n:], strict=True)]
+
+    @staticmethod
+    def _map(pid: int, fd: int, capacity: int, flags: int) -> mmap.mmap:
+        theirs = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(theirs, capacity, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(theirs)
 
     def forget_process(self, pid: int) -> None:
         """Drops the mappings of a process that ended; objects still built on them stay valid."""
