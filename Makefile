@@ -13,7 +13,7 @@ demo: .venv/stamp-demo
 test: .venv/stamp-test
 	$(PY) -m pytest
 
-lint: .venv/stamp-dev
+lint: .venv/stamp-dev .venv/stamp-test  # mypy also reads monarch.config.testing, which imports pytest
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	.venv/bin/lint-imports

@@ -16,7 +16,7 @@ import sys
 
 def run(python: str, bench: str, quick: bool) -> dict[str, float]:
     command = [python, bench] + (["--quick"] if quick else [])
-    out = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=True).stdout
     return json.loads(out[out.index("{") :])
 
 

@@ -1,4 +1,4 @@
-"""Trains a small network on handwritten digits, data-parallel over several processes, and survives a death.
+"""Trains a small convolutional network on handwritten digits over several processes, and survives a death.
 
     python examples/train_digits.py --processes 4 --out demo.png
 
@@ -6,8 +6,8 @@ What happens:
   1. A mesh of trainer processes; each holds a copy of the model and its own share of the data.
   2. Each step is one call on the whole mesh: every trainer computes gradients, torch.distributed (gloo) averages them.
   3. An evaluator, in a process of its own, scores snapshots while training goes on.
-  4. Half-way one trainer is killed with SIGKILL. The call that was under way raises at once; the job starts fresh
-     processes and continues from its last snapshot.
+  4. Half-way one trainer is killed with SIGKILL. The step's call raises SupervisionError; the job stops what is left of
+     the old processes, starts fresh ones and continues from its last snapshot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ WAIT = 60  # seconds; nothing here takes nearly that long, and nothing waits for
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)  # every trainer starts from the same weights
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
 
 
 def load_data(train: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,9 +83,12 @@ class Trainer(Actor):
         loss = nn.functional.cross_entropy(self.model(self.x[chosen]), self.y[chosen])
         self.optimizer.zero_grad()
         loss.backward()
-        for p in self.model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= self.size
+        gradients = [p.grad for p in self.model.parameters()]
+        flat = torch.cat([g.flatten() for g in gradients])  # one exchange instead of one per parameter
+        dist.all_reduce(flat)  # when another trainer is dead, this raises or never returns
+        flat /= self.size
+        for g, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            g.copy_(mean.view_as(g))
         self.optimizer.step()
         return loss.item()
 
@@ -125,7 +137,7 @@ def free_port() -> int:
 
 
 def start_trainers(processes: int, batch: int):
-    """Fresh processes with a trainer on each: (the processes, the trainers)."""
+    """Fresh processes with a trainer on each, in a process group of their own, hence the new port each time."""
     procs = this_host().spawn_procs({"ranks": processes}, name="trainers")
     return procs, procs.spawn("trainer", Trainer, free_port(), batch)
 
@@ -134,7 +146,7 @@ def train(args: argparse.Namespace, history: History) -> float:
     evaluator = this_host().spawn_procs(name="evaluator").spawn("evaluator", Evaluator)
     procs, trainers = start_trainers(args.processes, args.batch)
     saved, saved_step = trainers.slice(ranks=0).snapshot.call_one().get(timeout=WAIT), 0
-    score = None  # an evaluation under way, if any
+    score, score_time = None, 0.0  # an evaluation under way, if any, and when its snapshot was taken
     victim_step = args.steps // 2
     bar = tqdm(total=args.steps, unit="step", dynamic_ncols=True)
     step = 0
@@ -147,13 +159,16 @@ def train(args: argparse.Namespace, history: History) -> float:
         try:
             losses = trainers.step.call(step).get(timeout=WAIT)
         except Exception as e:  # SupervisionError: a trainer is dead and will never answer
-            bar.write(f"step {step}: {str(e).splitlines()[0]}")
+            if history.failed is None or history.recovered is not None:
+                raise  # not the death arranged above: a real error, which trying again would only hide
+            bar.write(f"step {step}: {type(e).__name__}: {str(e).splitlines()[0]}")
             procs.stop().get(timeout=WAIT)  # the others wait in all_reduce for the dead one: end them too
             procs, trainers = start_trainers(args.processes, args.batch)
             trainers.restore.call(saved).get(timeout=WAIT)
             step = saved_step
             bar.n = step
             history.recovered = history.now()
+            history.losses.append((history.recovered, float("nan")))  # a gap in the picture's line
             bar.write(f"continuing from step {step} on fresh processes")
             continue
         step += 1
@@ -162,12 +177,15 @@ def train(args: argparse.Namespace, history: History) -> float:
         if step % args.snapshot_every == 0:
             saved, saved_step = trainers.slice(ranks=0).snapshot.call_one().get(timeout=WAIT), step
             if score is not None:
-                history.scores.append((history.now(), score.get(timeout=WAIT)))
+                history.scores.append((score_time, score.get(timeout=WAIT)))
+            score_time = history.now()
             score = evaluator.accuracy.call_one(saved)  # not waited for: training goes on meanwhile
             bar.set_postfix(
                 loss=f"{history.losses[-1][1]:.3f}", accuracy=f"{history.scores[-1][1]:.1%}" if history.scores else "-"
             )
     bar.close()
+    if score is not None:
+        history.scores.append((score_time, score.get(timeout=WAIT)))
     final = evaluator.accuracy.call_one(trainers.slice(ranks=0).snapshot.call_one().get(timeout=WAIT)).get(timeout=WAIT)
     history.scores.append((history.now(), final))
     procs.stop().get(timeout=WAIT)
