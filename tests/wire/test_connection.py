@@ -1,3 +1,4 @@
+import contextlib
 import os
 import queue
 import socket
@@ -103,8 +104,9 @@ def test_senders_wait_when_nobody_reads(pair, ends):
 def test_a_wrong_secret_is_refused_before_any_frame(pair, ends):
     a, b = End(pair[0], 1, dialled=True, secret=b"a" * 32), End(pair[1], 2, secret=b"b" * 32)
     ends += [a, b]
-    a.conn.send(Frame(CALL, 2, 1, 7, (b"", b"payload")))
-    assert b.closed.get(timeout=5) == "wrong secret" or a.closed.get(timeout=5)
+    with contextlib.suppress(ConnectionClosed):  # it may be refused before or after this
+        a.conn.send(Frame(CALL, 2, 1, 7, (b"", b"payload")))
+    b.closed.get(timeout=5)
     assert b.frames.empty()
 
 

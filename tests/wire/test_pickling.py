@@ -55,6 +55,17 @@ def test_arrays_leave_the_stream_and_arrive_writable():
 def test_large_bytes_are_not_copied_into_the_stream():
     blob = bytes(1 << 20)
     assert any(chunk is blob for chunk in pickling.dumps(((blob,), {})).chunks)
+    huge = bytes(16 << 20)
+    payload = pickling.dumps(((huge,), {}))
+    assert len(payload.stream()) < 1000 and payload.buffers[0].nbytes == len(huge)
+
+
+@pytest.mark.parametrize("size", [0, 100, 1 << 20, (8 << 20) + 3, 64 << 20])
+def test_bytes_of_any_size_come_back_equal(size):
+    blob = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    args, kwargs = copy(((blob, (blob,)), {"k": blob}))
+    for back in (args[0], args[1][0], kwargs["k"], copy(blob)):
+        assert type(back) is bytes and back == blob
 
 
 def test_what_refuses_is_named_by_its_path():

@@ -8,13 +8,15 @@ the receiver cannot import (from `__main__`, a closure, a lambda), everything is
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 import sys
-import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from monarch.wire import big_bytes
+from monarch.wire.big_bytes import BigBytes
 from monarch.wire.frames import Bytes
 
 _PROTOCOL = 5
@@ -161,13 +163,25 @@ def _cloud_pickler() -> Any:
     return _cloud_class
 
 
-_local = threading.local()
+def _lift(obj: Any) -> Any:
+    """A call's (args, kwargs), or a result, with large bytes objects wrapped so that they travel as buffers."""
+    kind = type(obj)
+    if kind is bytes:
+        return BigBytes(obj) if len(obj) >= big_bytes.WORTH_IT else obj
+    if kind is tuple:
+        lifted = tuple(map(_lift, obj))
+        return lifted if any(map(operator.is_not, lifted, obj)) else obj
+    if kind is dict and obj:
+        changed = {k: _lift(v) for k, v in obj.items()}
+        return changed if any(map(operator.is_not, changed.values(), obj.values())) else obj
+    return obj
 
 
 def dumps(obj: Any) -> Payload:
     """Pickles `obj`; raises what pickling raised, `TypeError` or `PicklingError` for what cannot be sent."""
     if type(obj) is tuple and _is_plain(obj):
         return Payload((pickle.dumps(obj, _PROTOCOL),))
+    obj = _lift(obj)
     buffers: list[memoryview] = []
     out = _Chunks()
     try:
