@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from monarch.actor import _controllers, _logs
+from monarch.actor import _controllers, _logs, _sources
 from monarch.actor import _endpoint as _endpoint_module
 from monarch.actor._actor import Actor
 from monarch.actor._channel import Channel
@@ -53,7 +53,8 @@ from monarch.actor._procs import ProcMesh
 from monarch.actor._returns_future import returns_future
 from monarch.config.transport import ChannelTransport
 from monarch.mesh import Extent, Point, ValueMesh
-from monarch.observe.helpers import get_meter, span, traced
+from monarch.observe.helpers import get_meter, span, traced, traced_if_watched
+from monarch.runtime import cell as _cell
 from monarch.runtime import client as _client
 from monarch.runtime.errors import ActorError, SupervisionError
 from monarch.runtime.failure import MeshFailure
@@ -134,10 +135,12 @@ def _current_hook(failure: MeshFailure) -> None:
 
 def _started(node: Any) -> None:
     _logs.install()
+    _sources.install(node)
     if not _client.is_worker():
         _controllers.install(node)
 
 
 _client.fault_hook = _current_hook
+_cell.instrument = traced_if_watched
 _client.on_start.append(_started)
 _unused = _endpoint_module

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from monarch.actor._procs import own_proc
 from monarch.runtime import client
 from monarch.runtime.calls import OneCall
-from monarch.runtime.cell import Cell, Here, Spec, dump_error, here
+from monarch.runtime.cell import Cell, Event, Here, Spec, dump_error, here
 from monarch.runtime.client import current_host, current_node
 from monarch.runtime.failure import MeshFailure
 from monarch.runtime.future import Future
@@ -42,7 +42,9 @@ class ControllerCell(Cell):
     def pending(self) -> list[Frame]:
         return []
 
-    def post_event(self, event: MeshFailure) -> None:
+    def post_event(self, event: Event) -> None:
+        if not isinstance(event, MeshFailure):
+            return
         for name, mesh in self.known.items():
             if mesh._full_name == event.mesh_name:
                 self.failed.setdefault(name, event.report())

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from monarch.runtime.cell import Cell, Spec
+from monarch.runtime.cell import Cell, Event, Spec
 from monarch.runtime.failure import MeshFailure
 from monarch.runtime.future import Future
 from monarch.runtime.node import Node
@@ -41,8 +41,9 @@ class BootstrapCell(Cell):
     def deliver(self, frame: Frame) -> None:
         self.node.reply_dead(frame, "this is not an actor")
 
-    def post_event(self, event: MeshFailure) -> None:
-        self.tell_owner(event.cause, event.report())
+    def post_event(self, event: Event) -> None:
+        if isinstance(event, MeshFailure):
+            self.tell_owner(event.cause, event.report())
 
     def request_stop(self, reason: str, drain: bool = True) -> Future[None]:
         self.stopped._settle(None)

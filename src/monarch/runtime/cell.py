@@ -18,11 +18,11 @@ import os
 import threading
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from monarch.config import store
 from monarch.runtime.errors import ActorError, RemoteException, SupervisionError
-from monarch.runtime.failure import Exit, MeshFailure, death_report
+from monarch.runtime.failure import Exit, MeshFailure, UndeliverableMessageEnvelope, death_report
 from monarch.runtime.future import Future
 from monarch.wire import pickling
 from monarch.wire.frames import ERROR, Frame
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from monarch.runtime.node import Host, Node
 
 log = logging.getLogger("monarch.runtime")
+
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+#: set by the actor layer: wraps an endpoint in a trace span named after it
+instrument: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+#: set by the actor layer: gets source lines from the client, for tracebacks through code that is not on this machine
+fetch_sources: Callable[[BaseException], None] | None = None
 
 
 class Spec(NamedTuple):
@@ -130,8 +138,8 @@ class Cell:
     def deliver(self, frame: Frame) -> None:
         raise NotImplementedError
 
-    def post_event(self, event: MeshFailure) -> None:
-        """A failure of an owned mesh, to be handled before queued messages."""
+    def post_event(self, event: Event) -> None:
+        """A failure of an owned mesh, or a message that bounced, to be handled before queued messages."""
         raise NotImplementedError
 
     def request_stop(self, reason: str, drain: bool = True) -> Future[None]:
@@ -155,7 +163,10 @@ class Cell:
             if method is not None and not view.as_endpoint:
                 concurrent = bool(getattr(attr, "_concurrent", False))
                 explicit = bool(attr._explicit_response_port) and not getattr(attr, "_returning", False)
-                found = (method.__get__(self.obj), explicit, concurrent)
+                bound = method.__get__(self.obj)
+                if attr._instrument and instrument is not None:
+                    bound = instrument(bound)
+                found = (bound, explicit, concurrent)
             elif view.as_endpoint:
                 found = (getattr(self.obj, view.method), view.as_endpoint == 2, False)
             else:
@@ -218,8 +229,7 @@ class Cell:
         from monarch.runtime.future import wait_all
 
         actors = [o.stop(reason) for o in owned if not o.is_procs]
-        wait_all(actors, seconds)
-        wait_all([o.stop(reason) for o in owned if o.is_procs], seconds)
+        wait_all(actors + [o.stop(reason) for o in owned if o.is_procs], seconds)
 
     def owner_is(self, node: int) -> bool:
         return self.spec.owner_node == node
@@ -239,6 +249,9 @@ class Cell:
 
 def dump_error(error: BaseException, message: str) -> bytes:
     """An ActorError, pickled. An exception that does not survive pickling is replaced by a stand-in."""
+    error.__traceback__ = without_our_frames(error.__traceback__)
+    if fetch_sources is not None:
+        fetch_sources(error)
     wrapped = ActorError(error, message)
     try:
         data = pickling.dump_bytes(wrapped)
@@ -252,6 +265,14 @@ def dump_error(error: BaseException, message: str) -> bytes:
         return pickling.dump_bytes(replaced)
 
 
+def without_our_frames(trace: Any) -> Any:
+    """A traceback from where the user's code begins; whole when it never leaves the framework."""
+    at = trace
+    while at is not None and at.tb_frame.f_code.co_filename.startswith(_OURS):
+        at = at.tb_next
+    return trace if at is None else at
+
+
 def _safe_text(error: BaseException) -> str:
     try:
         return str(error)
@@ -261,14 +282,27 @@ def _safe_text(error: BaseException) -> str:
 
 def format_failure(error: BaseException) -> str:
     """The reason text for an actor that an exception ended."""
+    error.__traceback__ = without_our_frames(error.__traceback__)
+    if fetch_sources is not None:
+        fetch_sources(error)
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def supervise(cell: Cell, failure: MeshFailure, outcome: Any, raised: BaseException | None) -> str | None:
-    """The reason `cell` fails, given what its handler returned or raised; None when it handled the failure."""
+Event = Union[MeshFailure, UndeliverableMessageEnvelope]
+
+
+def hook_for(event: Event) -> str:
+    """The method of the user's class that is asked about an event."""
+    return "__supervise__" if isinstance(event, MeshFailure) else "_handle_undeliverable_message"
+
+
+def supervise(cell: Cell, event: Event, outcome: Any, raised: BaseException | None) -> str | None:
+    """The reason `cell` fails, given what its handler returned or raised; None when it handled the event."""
     if raised is None and outcome:
         return None
-    report = failure.report()
+    report = event.report()
+    if isinstance(event, UndeliverableMessageEnvelope) and raised is None:
+        return report
     if raised is not None:
         return f"{format_failure(raised)}\nThis error occurred while handling another failure:\n{report}"
     return f"it failed because it did not handle a supervision event from its child:\n{report}"
@@ -289,4 +323,3 @@ def stop_limit() -> float:
 
 
 __all__ = ["Cell", "Here", "Host", "Owned", "Spec", "SupervisionError", "View", "here", "view_of"]
-_ = os

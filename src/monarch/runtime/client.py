@@ -21,7 +21,7 @@ from typing import Any
 
 from monarch.config import store
 from monarch.runtime import future
-from monarch.runtime.cell import Cell, Here, Spec, here
+from monarch.runtime.cell import Cell, Event, Here, Spec, here
 from monarch.runtime.errors import WouldBlockRuntime
 from monarch.runtime.failure import Exit, MeshFailure
 from monarch.runtime.future import Future, wait_all
@@ -80,9 +80,11 @@ class Root(Cell):
     def request_stop(self, reason: str, drain: bool = True) -> Future[None]:
         return Future._of(None)
 
-    def post_event(self, event: MeshFailure) -> None:
+    def post_event(self, event: Event) -> None:
         if _ended is not None:  # shutting down: everything ends now
             return
+        if not isinstance(event, MeshFailure):
+            event = MeshFailure("<none>", [], self.display, event.report())
         self.handling += 1
         self.faults.put(event)
         if self.thread is None:

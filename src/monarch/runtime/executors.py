@@ -20,9 +20,11 @@ from typing import Any
 
 from monarch.runtime.cell import (
     Cell,
+    Event,
     View,
     cleanup_limit,
     format_failure,
+    hook_for,
     overrides,
     stop_limit,
     supervise,
@@ -98,7 +100,7 @@ class SyncCell(_Running):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._events: collections.deque[MeshFailure] = collections.deque()
+        self._events: collections.deque[Event] = collections.deque()
         self._guesting = False
         self._gate: Any = None  #: the lock a wait inside an endpoint sleeps on
         self._frame: Frame | None = None
@@ -128,7 +130,7 @@ class SyncCell(_Running):
         if self.state == "failed" or self.state == "stopped":
             self._refuse(self.pending())
 
-    def post_event(self, event: MeshFailure) -> None:
+    def post_event(self, event: Event) -> None:
         self._events.append(event)
         self._nudge()
 
@@ -241,7 +243,7 @@ class SyncCell(_Running):
         """Runs __supervise__ for each event; raises Ended when one is not handled."""
         while self._events:
             event = self._events.popleft()
-            hook = overrides(self.obj, "__supervise__") if self.obj is not None else None
+            hook = overrides(self.obj, hook_for(event)) if self.obj is not None else None
             outcome: Any = None
             raised: BaseException | None = None
             if hook is not None:
@@ -259,7 +261,7 @@ class SyncCell(_Running):
             reason = supervise(self, event, outcome, raised)
             if reason is not None:
                 self._end_reason = (reason, True)
-                self._chain = event.report()
+                self._chain = event.report() if isinstance(event, MeshFailure) else ""
                 raise Ended
 
     _chain = ""
@@ -322,7 +324,7 @@ class AsyncCell(_Running):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._inbox: collections.deque[Any] = collections.deque()
-        self._events: collections.deque[MeshFailure] = collections.deque()
+        self._events: collections.deque[Event] = collections.deque()
         self._bridge: Bridge | None = None
         self._idle: asyncio.Future[None] | None = None
         self._current: Frame | None = None
@@ -344,7 +346,7 @@ class AsyncCell(_Running):
             else:
                 bridge.call(self._wake)
 
-    def post_event(self, event: MeshFailure) -> None:
+    def post_event(self, event: Event) -> None:
         self._events.append(event)
         if self._bridge is not None:
             self._bridge.call(self._start_supervising)
@@ -554,7 +556,7 @@ class AsyncCell(_Running):
                 self.set_here(None, 0)
                 outcome: Any = None
                 raised: BaseException | None = None
-                hook = overrides(self.obj, "__supervise__")
+                hook = overrides(self.obj, hook_for(event))
                 try:
                     if hook is not None:
                         if inspect.iscoroutinefunction(hook):
@@ -565,7 +567,7 @@ class AsyncCell(_Running):
                     raised = e
                 reason = supervise(self, event, outcome, raised)
                 if reason is not None:
-                    self._chain = event.report()
+                    self._chain = event.report() if isinstance(event, MeshFailure) else ""
                     self._end_reason = (reason, True)
                     self._end(reason, True)
         finally:

@@ -99,3 +99,27 @@ class MeshFailure:
         )
 
     __str__ = __repr__
+
+
+class UndeliverableMessageEnvelope:
+    """A message that came back to the actor that sent it, for `_handle_undeliverable_message`."""
+
+    def __init__(self, sender: str, dest: str, error: str) -> None:
+        self._sender, self._dest, self._error = sender, dest, error
+
+    def sender(self) -> str:
+        """The actor that sent it."""
+        return self._sender
+
+    def dest(self) -> str:
+        """Where it should have gone."""
+        return self._dest
+
+    def error_msg(self) -> str:
+        """Why it could not."""
+        return self._error
+
+    def report(self) -> str:
+        return f"undeliverable message from {self._sender} to {self._dest}: {self._error}"
+
+    __repr__ = report

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch.config import store
-from monarch.runtime.failure import Exit
+from monarch.runtime.failure import Exit, UndeliverableMessageEnvelope
 from monarch.wire import addresses, pickling
 from monarch.wire.connection import Connection, ConnectionClosed, Limits, release_frame
 from monarch.wire.frames import CALL, CAST, CONTROL, DEAD, ERROR, RANKED, RELEASE, REPLY, SHM, URGENT, Bytes, Frame
@@ -552,13 +552,24 @@ class Node:
         if conn is not None and conn.peer == node and not conn.closed:
             conn.drain()
         with self._route_lock:
-            self._waiting.pop(node, None)
+            unsent = self._waiting.pop(node, [])
+        for frame in unsent:
+            self.bounce(frame, exit)
         if self.pool is not None:
             self.pool.borrower_gone(node)
         for port in list(self.ports.values()):
             port.node_down(node, exit)
         for callback in list(self.on_node_down):
             callback(node, exit)
+
+    def bounce(self, frame: Frame, exit: Exit) -> None:
+        """A message cannot be delivered: the actor that sent it is asked, if its port wants that."""
+        if frame.kind != REPLY or not frame.flags & URGENT:
+            return
+        cell = self.cells.get(frame.sender or 1)
+        if cell is not None:
+            where = f"port {frame.key} of process {frame.dest:x}"
+            cell.post_event(UndeliverableMessageEnvelope(cell.display, where, exit.describe()))
 
     def close(self) -> None:
         """Lets go of everything; on the runtime thread or after it ended."""

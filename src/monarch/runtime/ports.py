@@ -13,7 +13,7 @@ from monarch.runtime.future import Future
 from monarch.runtime.node import Host, Node, NodeDown
 from monarch.runtime.node import Port as Sink
 from monarch.wire import pickling
-from monarch.wire.frames import DEAD, ERROR, RANKED, REPLY, Frame
+from monarch.wire.frames import DEAD, ERROR, RANKED, REPLY, URGENT, Frame
 
 R = TypeVar("R")
 log = logging.getLogger("monarch.actor")
@@ -50,6 +50,7 @@ class Port(Generic[R]):
     _once: bool
     _used: bool
     _rank: int | None
+    _bounces = True
     return_undeliverable: bool
 
     @classmethod
@@ -86,11 +87,12 @@ class Port(Generic[R]):
             REPLY, self._node, node.id, self._id, (b"", payload.stream(), *payload.buffers),
             flags=flags, rank=self._rank or 0, sender=0 if now is None else now.cell.id,
         )  # fmt: skip
+        if self.return_undeliverable and self._bounces:
+            frame.flags |= URGENT
         try:
             node.send(frame, self._host)
         except NodeDown as e:
-            if self.return_undeliverable:
-                log.debug("undeliverable message for a port: %s", e)
+            node.bounce(frame, e.exit)
 
     def __reduce__(self) -> Any:
         return _rebuild_port, (
@@ -111,6 +113,8 @@ def _rebuild_port(
 
 class ResponsePort(Port[R]):
     """The response port of one call: takes the first answer for its rank, drops further ones with a warning."""
+
+    _bounces = False  # a caller that died needs no answer
 
     @classmethod
     def _for_call(cls, node: Node, frame: Frame) -> Any:

@@ -29,7 +29,7 @@ HELLO, CALL, REPLY, CONTROL, RELEASE, CAST = range(6)
 SHM = 1  #: the parts lie in a shared-memory segment; the only part on the wire is its ticket
 ERROR = 2  #: the payload of a reply is an exception
 DEAD = 4  #: a reply that says: the addressee will never answer
-URGENT = 8  #: a control frame that does not wait for the bootstrap callable
+URGENT = 8  #: control: does not wait for the bootstrap callable; reply: bounces to its sender when undeliverable
 RANKED = 16  #: the reply carries the rank of its sender
 
 

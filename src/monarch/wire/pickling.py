@@ -154,6 +154,10 @@ def _cloud_pickler() -> Any:
                 self.spans: dict[Any, Any] = {}
 
             def reducer_override(self, obj: Any) -> Any:
+                if type(obj) is types.CodeType:
+                    # cloudpickle forgets the file name; tracebacks need it
+                    rebuild, args = self.dispatch_table[types.CodeType](obj)[:2]
+                    return rebuild, tuple(obj.co_filename if a == "<dynamic-code>" else a for a in args)
                 reducer = find_reducer(type(obj))
                 if reducer is not None:
                     return reducer(self, obj)

@@ -1,0 +1,3 @@
+"""Alias of an import path that existing programs use; no logic."""
+
+from monarch.runtime.failure import UndeliverableMessageEnvelope
