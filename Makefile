@@ -16,6 +16,7 @@ test: .venv/stamp-test
 lint: .venv/stamp-dev .venv/stamp-test  # mypy also reads monarch.config.testing, which imports pytest
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+	$(PY) -m mypy tests/typing
 	.venv/bin/lint-imports
 
 # make bench PEER=/path/to/python-with-torchmonarch

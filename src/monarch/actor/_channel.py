@@ -13,14 +13,14 @@ R = TypeVar("R")
 class Channel(Generic[R]):
     """`port, receiver = Channel[int].open()`: the port may travel anywhere, the receiver stays here."""
 
-    @staticmethod
-    def open(once: bool = False) -> tuple[Port[Any], PortReceiver[Any]]:
+    @classmethod
+    def open(cls, once: bool = False) -> tuple[Port[R], PortReceiver[R]]:
         """A new port and its receiver. `once`: it takes exactly one value."""
         port, receiver = _open(once, False)
         return port, PortReceiver(receiver)
 
-    @staticmethod
-    def open_ranked(once: bool = False) -> tuple[Port[Any], RankedPortReceiver[Any]]:
+    @classmethod
+    def open_ranked(cls, once: bool = False) -> tuple[Port[R], RankedPortReceiver[R]]:
         """As `open`; the receiver gives `(rank, value)` for replies routed with `send(..., port)`."""
         port, receiver = _open(once, True)
         return port, RankedPortReceiver(receiver)

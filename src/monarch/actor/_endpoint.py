@@ -6,7 +6,7 @@ import functools
 import inspect
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, Union, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, Union, overload
 
 from monarch.actor import _values
 from monarch.runtime.calls import ManyCall, OneCall, StreamCall, gone
@@ -73,6 +73,21 @@ def _check_propagate(propagate: Any) -> None:
         raise ValueError(f"propagate={propagate!r}: expected None, 'cached', 'inspect', 'mocked' or a function")
 
 
+class _Decorator(Protocol):
+    """What `endpoint(...)` with options gives: takes the method of a plain endpoint."""
+
+    @overload
+    def __call__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> EndpointProperty[P, R]: ...
+    @overload
+    def __call__(self, method: Callable[Concatenate[Any, P], R]) -> EndpointProperty[P, R]: ...
+
+
+class _PortedDecorator(Protocol):
+    """The same with `explicit_response_port=True`: the result's type is what the port takes."""
+
+    def __call__(self, method: Callable[Concatenate[Any, Port[R], P], Any]) -> EndpointProperty[P, R]: ...
+
+
 @overload
 def endpoint(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
@@ -93,9 +108,16 @@ def endpoint(
 def endpoint(
     *,
     propagate: Propagator = None,
-    explicit_response_port: bool = False,
+    explicit_response_port: Literal[True],
     instrument: bool = True,
-) -> Any: ...
+) -> _PortedDecorator: ...
+@overload
+def endpoint(
+    *,
+    propagate: Propagator = None,
+    explicit_response_port: Literal[False] = False,
+    instrument: bool = True,
+) -> _Decorator: ...
 def endpoint(
     method: Any = None,
     *,
@@ -122,6 +144,28 @@ def endpoint(
     return EndpointProperty(method, propagate, explicit_response_port, instrument)
 
 
+@overload
+def concurrent_endpoint(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
+    *,
+    propagate: Propagator = None,
+    explicit_response_port: Literal[False] = False,
+    instrument: bool = True,
+) -> EndpointProperty[P, R]: ...
+@overload
+def concurrent_endpoint(
+    *,
+    propagate: Propagator = None,
+    explicit_response_port: Literal[True],
+    instrument: bool = True,
+) -> _PortedDecorator: ...
+@overload
+def concurrent_endpoint(
+    *,
+    propagate: Propagator = None,
+    explicit_response_port: Literal[False] = False,
+    instrument: bool = True,
+) -> _Decorator: ...
 def concurrent_endpoint(
     method: Any = None,
     *,
@@ -135,7 +179,8 @@ def concurrent_endpoint(
     """
     _check_propagate(propagate)
     if method is None:
-        return lambda m: concurrent_endpoint(
+        decorate: Any = concurrent_endpoint
+        return lambda m: decorate(
             m, propagate=propagate, explicit_response_port=explicit_response_port, instrument=instrument
         )
     if isinstance(method, EndpointProperty):
