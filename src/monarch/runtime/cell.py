@@ -154,8 +154,8 @@ class Cell:
         else:
             here.set(Here(self, view.labels, view.sizes, rank))
 
-    def lookup(self, view: View) -> tuple[Callable[..., Any], bool, bool]:
-        """(function, explicit port, concurrent) for a method of this actor."""
+    def lookup(self, view: View) -> tuple[Callable[..., Any], bool, bool, bool]:
+        """(function, explicit port, concurrent, async def) for a method of this actor."""
         found = self._table.get(view.method)
         if found is None or view.as_endpoint:
             attr = inspect.getattr_static(type(self.obj), view.method, None)
@@ -166,9 +166,10 @@ class Cell:
                 bound = method.__get__(self.obj)
                 if attr._instrument and instrument is not None:
                     bound = instrument(bound)
-                found = (bound, explicit, concurrent)
+                found = (bound, explicit, concurrent, inspect.iscoroutinefunction(bound))
             elif view.as_endpoint:
-                found = (getattr(self.obj, view.method), view.as_endpoint == 2, False)
+                plain = getattr(self.obj, view.method)
+                found = (plain, view.as_endpoint == 2, False, inspect.iscoroutinefunction(plain))
             else:
                 raise AttributeError(f"{type(self.obj).__name__} has no endpoint {view.method!r}")
             if not view.as_endpoint:

@@ -108,8 +108,10 @@ class SyncCell(_Running):
 
     def _take(self) -> Any:
         """The next item; waits for it in the poller when that place is free."""
-        with contextlib.suppress(queue.Empty):
+        try:
             return self._queue.get_nowait()
+        except queue.Empty:
+            pass
         poller = self.node.poller
         if poller.enter(idle=True):
             self._guesting = True
@@ -211,12 +213,12 @@ class SyncCell(_Running):
         self.running = view.method
         try:
             try:
-                method, explicit, _ = self.lookup(view)
+                method, explicit, _, is_async = self.lookup(view)
                 args, kwargs = self.arguments(frame)
                 if explicit:
                     method(make_port(self, frame), *args, **kwargs)
                 else:
-                    if inspect.iscoroutinefunction(method):
+                    if is_async:
                         raise TypeError(f"{self.call_name(view)} is an async def method, and this is a sync actor")
                     self.answer(frame, method(*args, **kwargs))
             except Exception as e:
@@ -469,7 +471,7 @@ class AsyncCell(_Running):
         self.set_here(view, frame.rank)
         self.running = view.method
         try:
-            method, explicit, concurrent = self.lookup(view)
+            method, explicit, concurrent, is_async = self.lookup(view)
             args, kwargs = self.arguments(frame)
             if explicit:
                 args = (make_port(self, frame), *args)
@@ -478,7 +480,7 @@ class AsyncCell(_Running):
                 self._tasks[task] = frame
                 task.add_done_callback(lambda t: self._tasks.pop(t, None))
                 return
-            if inspect.iscoroutinefunction(method):
+            if is_async:
                 value = await method(*args, **kwargs)
             else:
                 value = self._without_loop(method, args, kwargs)

@@ -183,7 +183,8 @@ def _lift(obj: Any) -> Any:
 
 def dumps(obj: Any) -> Payload:
     """Pickles `obj`; raises what pickling raised, `TypeError` or `PicklingError` for what cannot be sent."""
-    if type(obj) is tuple and _is_plain(obj):
+    kind = type(obj)
+    if (kind is tuple and _is_plain(obj)) or (kind in _PLAIN and (kind is not bytes or len(obj) <= 1 << 15)):
         return Payload((pickle.dumps(obj, _PROTOCOL),))
     obj = _lift(obj)
     buffers: list[memoryview] = []
