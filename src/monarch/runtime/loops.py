@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import time
 from typing import Any
 
 from monarch.runtime.future import Bridge
@@ -50,15 +51,18 @@ class _GuestSelector(_Base):  # type: ignore[misc]
         if timeout is not None and timeout <= 0:
             return []
         poller = self._poller
-        if not poller.enter(idle=True):
-            self._inner_ready = True
-            slept: list[Any] = super().select(timeout)
-            return slept
-        try:
-            poller.wait(self._done, timeout)
-        finally:
-            poller.leave()
-        return self._look() if self._inner_ready else []
+        end = None if timeout is None else time.monotonic() + timeout
+        if poller.enter(idle=True):
+            try:
+                if poller.wait(self._done, timeout):
+                    return self._look() if self._inner_ready else []
+            finally:
+                poller.leave()
+            # Sent away for somebody busier: not to come back at once, this wait goes on the ordinary way.
+        left = None if end is None else max(0.0, end - time.monotonic())
+        self._inner_ready = True
+        slept: list[Any] = super().select(left)
+        return slept
 
     def close(self) -> None:
         self._poller.unwatch(self.fileno())
