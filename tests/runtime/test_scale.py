@@ -41,3 +41,16 @@ def test_100000_calls_grow_neither_memory_nor_threads(procs):
     burst(100_000)
     assert rss() - memory < 8 << 10  # KiB
     assert threading.active_count() <= threads
+
+
+def test_an_idle_mesh_burns_no_cpu(procs):
+    import time
+
+    e = procs(2).spawn("e", Echo)
+    for i in range(500):  # fast waits, so that everybody expects the next message soon
+        e.slice(gpus=0).echo.call_one(i).get(timeout=30)
+    before, mine = e.apply.call(time.process_time).get(timeout=30).values(), time.process_time()
+    e.slice(gpus=1).apply.call_one(time.sleep, 2).get(timeout=30)
+    after = e.apply.call(time.process_time).get(timeout=30).values()
+    assert max(a - b for a, b in zip(after, before, strict=True)) < 0.05
+    assert time.process_time() - mine < 0.1

@@ -58,6 +58,7 @@ def _rows() -> list[Key]:
         Key("max_cast_dimension_size", "i", 16, h + "MESH_MAX_CAST_DIMENSION_SIZE", "broadcast width"),
         Key("small_write_threshold", "i", 256, "MONARCH_HYPERACTOR_SMALL_WRITE_THRESHOLD", "compatibility"),
         # ours
+        Key("busy_wait", "d", 150e-6, "MONARCH_BUSY_WAIT", "awake this long before a wait sleeps; 0s is never"),
         Key("send_queue_limit", "i", 256 << 20, "MONARCH_SEND_QUEUE_LIMIT", "bytes queued per connection", True),
         Key("shm_threshold", "i", 64 << 10, "MONARCH_SHM_THRESHOLD", "least bytes to go by shared memory", True),
         Key("shm_pool_limit", "i", 1 << 30, "MONARCH_SHM_POOL_LIMIT", "bytes of shared memory a process may hold"),

@@ -81,7 +81,7 @@ class Node:
         self.id = ident
         self.agent_id = agent
         self.secret = secret
-        self.poller = Poller()
+        self.poller = Poller(float(store.effective("busy_wait")))
         self.pool: SegmentPool | None = SegmentPool(int(store.effective("shm_pool_limit"))) if AVAILABLE else None
         self.mapped = MappedSegments()
         self.limits = Limits(int(store.effective("codec_max_frame_length")), int(store.effective("send_queue_limit")))
