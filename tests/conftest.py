@@ -80,12 +80,21 @@ def left_behind(before: dict[str, set]) -> dict[str, set]:
     return {kind: now[kind] - before[kind] for kind in now if now[kind] - before[kind]}
 
 
+def sockets() -> list[str]:
+    """Socket files of this client's processes."""
+    node = client.peek()
+    if node is None or node.agent is None or not os.path.isdir(node.agent.folder):
+        return []
+    return [name for name in os.listdir(node.agent.folder) if name != "agent"]
+
+
 def traces() -> dict[str, set]:
     return {
         "processes": descendants(os.getpid()),
         "threads": {
             t.name for t in threading.enumerate() if not t.name.startswith(("monarch-r", "monarch-controllers", "Main"))
         },
+        "socket files": set(sockets()),
         "shared memory": set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set(),
     }
 

@@ -327,6 +327,53 @@ def test_a_concurrent_endpoint_lets_others_through(procs):
     assert [f.get(timeout=WAIT) for f in held] == ["released"] * 10
 
 
+class Selfish(Actor):
+    def __init__(self):
+        self.sizes = self.extent = self.initialized = self.stop = "mine"  # all free for the user
+
+    @endpoint
+    def ask(self, me):
+        try:
+            me.other.call_one().get()
+        except RuntimeError as e:
+            return str(e)
+
+    @endpoint
+    def ask_briefly(self, me):
+        try:
+            me.other.call_one().get(timeout=0.05)
+        except TimeoutError:
+            return "timed out"
+
+    @endpoint
+    def other(self):
+        return self.sizes
+
+
+class SelfishAsync(Actor):
+    @endpoint
+    async def ask(self, me):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                me.other.call_one().get()
+        except RuntimeError as e:
+            return str(e)
+
+    @endpoint
+    async def other(self):
+        return "other"
+
+
+@pytest.mark.parametrize("cls", [Selfish, SelfishAsync])
+def test_an_actor_that_would_wait_for_itself_is_told(procs, cls):
+    s = procs().spawn("s", cls)
+    assert "would wait for ever" in s.ask.call_one(s).get(timeout=WAIT)
+    assert s.other.call_one().get(timeout=WAIT)
+    if cls is Selfish:
+        assert s.ask_briefly.call_one(s).get(timeout=WAIT) == "timed out"
+
+
 class SlowStart(Actor):
     def __init__(self):
         time.sleep(0.3)

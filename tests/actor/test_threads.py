@@ -523,7 +523,7 @@ class AsyncInit(Actor):
         (WrongSupervise, ValueError, "__supervise__"),
         (Collides, ValueError, "collides with an endpoint name"),
         (NotAnActor, ValueError, "must subclass .*Actor to spawn it"),
-        (Echo(), TypeError, ""),
+        (Echo(), TypeError, "class"),
         (AsyncInit, TypeError, "__init__"),
     ],
 )

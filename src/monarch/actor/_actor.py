@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 RESERVED = ("slice", "split", "flatten", "rename", "size", "sizes", "extent", "stop", "initialized")
 
 
+class _LocalOnly:
+    """A mesh attribute on a local object: reading it is an error, assigning it is the user's business."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        raise NotImplementedError(f"{type(instance).__name__} is a local object here, not a spawned mesh")
+
+
 class Actor(MeshTrait, ABC):
     """Subclass it, mark methods with `@endpoint`, and spawn it: `procs.spawn("name", MyActor, *args)`.
 
@@ -63,9 +72,7 @@ class Actor(MeshTrait, ABC):
     def stop(self, reason: str = "stopped by client") -> Any:
         raise NotImplementedError(f"{type(self).__name__} is a local object here, not a spawned mesh")
 
-    @property
-    def initialized(self) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} is a local object here, not a spawned mesh")
+    initialized: Any = _LocalOnly()
 
 
 for _hook in ("__supervise__", "__cleanup__", "_handle_undeliverable_message"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, Union, overload
@@ -270,6 +271,9 @@ class Endpoint(Generic[P, R]):
         ranks = mesh._node_ranks()
         shape = mesh._result_shape()
         port = ManyCall(node, ranks, mesh._display_of, self._label(), lambda frames: _values.collect(shape, frames))
+        now = current_here()
+        if now.cell.id == mesh._id and node.id in ranks:
+            port.future._self_call = now
         self._cast(node, ranks, parts, port.ident, port)
         return port.future
 
@@ -352,9 +356,10 @@ class Endpoint(Generic[P, R]):
         label = f"{mesh._mesh_name}.{self._name}()"
         port = OneCall(node, target, mesh._display_of, label)
         if exit is None:
-            frame = Frame(
-                CALL, target, node.id, mesh._id, parts, rank=rank, reply=port.ident, sender=current_here().cell.id
-            )
+            now = current_here()
+            if now.cell.id == mesh._id and target == node.id:
+                port.future._self_call = now
+            frame = Frame(CALL, target, node.id, mesh._id, parts, rank=rank, reply=port.ident, sender=now.cell.id)
             try:
                 node.send(frame, host)
                 return port.future
@@ -411,6 +416,8 @@ def _refusing(arg: Any, name: str) -> str:
 def _note(e: BaseException, text: str) -> None:
     if hasattr(e, "add_note"):
         e.add_note(text)
+    elif type(e) in (TypeError, ValueError, AttributeError, pickle.PicklingError) and e.args:  # Python 3.10
+        e.args = (f"{e.args[0]}\n{text}", *e.args[1:])
 
 
 def as_endpoint(

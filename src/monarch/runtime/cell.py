@@ -211,6 +211,18 @@ class Cell:
     def pending(self) -> list[Frame]:
         raise NotImplementedError
 
+    def handles_a_message(self) -> bool:
+        """The calling code is a plain endpoint of this actor, which takes no other message before it returns."""
+        return False
+
+    def refuse_to_wait_for_itself(self, made: Here) -> None:
+        """RuntimeError when waiting for a call that this actor made to itself, from `made`, could never end."""
+        if here.get() is made and self.handles_a_message():
+            raise RuntimeError(
+                f"{self.spec.name} would wait for ever: it waits for its own answer, and takes no message before "
+                "this endpoint returns. Call a plain helper method instead, or await from a @concurrent_endpoint."
+            )
+
     def tell_owner(self, cause: str, chain: str = "") -> None:
         spec = self.spec
         failure = MeshFailure(spec.full_name, [self.rank], self.display, cause, chain=chain)

@@ -164,6 +164,9 @@ class SyncCell(_Running):
                 self.node.reply_dead(frame, self.report)
             self.stopped._settle(None)
 
+    def handles_a_message(self) -> bool:
+        return self._frame is not None and threading.current_thread() is self.thread
+
     def end_now(self, reason: str, failed: bool) -> None:
         """abort/kill/stop from inside: takes effect when the current call returns."""
         self._end_reason = (reason, failed)
@@ -381,6 +384,14 @@ class AsyncCell(_Running):
     def end_now(self, reason: str, failed: bool) -> None:
         self._end_reason = (reason, failed)
         self._on_loop(lambda: self._end(reason, failed))
+
+    def handles_a_message(self) -> bool:
+        if self._current is None or threading.current_thread() is not self.thread:
+            return False
+        try:
+            return asyncio.current_task() is self._driver
+        except RuntimeError:  # a plain method of an async actor: no loop is visible
+            return True
 
     def pending(self) -> list[Frame]:
         frames = []

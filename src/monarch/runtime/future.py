@@ -108,6 +108,7 @@ class Future(Generic[R]):
         "_on_timeout",
         "_ready",
         "_seen",
+        "_self_call",
         "_value",
         "_waiters",
     )
@@ -119,6 +120,7 @@ class Future(Generic[R]):
     _waiters: list[Callable[[], None]] | None
     _observe: Callable[[], None] | None
     _seen: bool
+    _self_call: Any  #: a call of an actor to itself: where it was made
     _on_timeout: Callable[[Any], None] | None  #: called with this future when a wait timed out and nobody waits
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -138,6 +140,7 @@ class Future(Generic[R]):
         self._waiters = None
         self._observe = observe
         self._seen = False
+        self._self_call = None
         self._on_timeout = None
         return self
 
@@ -231,6 +234,8 @@ class Future(Generic[R]):
                     stacklevel=2,
                 )
             self._start()
+            if self._self_call is not None and timeout is None and not self._ready:
+                self._self_call.cell.refuse_to_wait_for_itself(self._self_call)
             if not self._ready:
                 self._wait(timeout)
         elif not self._seen and running_loop() is not None:
