@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_d12_import_needs_no_environment():
-    r = subprocess.run([sys.executable, "-c", "import monarch.actor"], env={"PATH": ""}, capture_output=True, timeout=60)
+    r = subprocess.run([sys.executable, "-c", "import monarch.actor"], env={"PATH": ""}, capture_output=True, timeout=9)
     assert r.returncode == 0, r.stderr
 
 
@@ -56,7 +56,9 @@ def test_d15_building_needs_no_compiler():
 
 
 def test_d16_import_touches_no_gpu_library():
-    r = run_script("import sys, monarch.actor; print('torch' in sys.modules, any('cuda' in l for l in open('/proc/self/maps')))")
+    r = run_script(
+        "import sys, monarch.actor; print('torch' in sys.modules, any('cuda' in l for l in open('/proc/self/maps')))"
+    )
     assert r.stdout.split() == ["False", "False"]
 
 
@@ -126,21 +128,49 @@ def test_d26_classes_of_a_script_keep_their_identity():
     assert r.stdout.strip() == "True", r.stderr
 
 
-def test_d29_a_host_is_emptied_and_used_again():
-    r = run_script("""
+SERVE = """
+from monarch.actor import run_worker_loop_forever
+run_worker_loop_forever(address={address!r}, ca="trust_all_connections")
+"""
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """The address of a worker daemon on this machine."""
+    address = f"ipc://{tmp_path}/worker"
+    daemon = subprocess.Popen([sys.executable, "-c", SERVE.format(address=address)])
+    yield address
+    daemon.kill()
+    daemon.wait(10)
+
+
+def test_d29_hosts_are_emptied_and_kept(worker):
+    r = run_script(
+        """
         import os
-        from monarch.actor import Actor, endpoint, this_host
+        from monarch.actor import Actor, attach_to_workers, endpoint
         class E(Actor):
             @endpoint
             def pid(self): return os.getpid()
-        h = this_host()
-        pid = h.spawn_procs({"procs": 1}).spawn("e", E).pid.call_one().get(30)
-        h.stop().get(30)
-        try: print(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "Z")
-        except OSError: print(True)
-        print(h.spawn_procs({"procs": 1}).spawn("e", E).pid.call_one().get(30) != pid)
-    """)
+        def attach(): return attach_to_workers(ca="trust_all_connections", workers=[os.environ["WORKER"]])
+        def gone(pid):
+            try: return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "Z"
+            except OSError: return True
+        hosts = attach()
+        pid = hosts.spawn_procs({"procs": 1}).spawn("e", E).pid.call_one().get(30)
+        hosts.stop().get(30); print(gone(pid)); hosts.stop().get(30)
+        again = attach()
+        pid = again.spawn_procs({"procs": 1}).spawn("e", E).pid.call_one().get(30)
+        again.shutdown().get(30); print(gone(pid))
+        """,
+        WORKER=worker,
+    )
     assert r.stdout.split() == ["True", "True"], r.stderr
+
+
+def test_d29_this_host_is_a_reference_that_cannot_be_stopped():
+    with pytest.raises(RuntimeError, match="reference"):
+        this_host().stop()
 
 
 class Named(Actor):

@@ -73,7 +73,10 @@ def test_ranks_sum_over_the_mesh(procs):
         (lambda m: m.slice(gpus=2), [("{}", {}, "{'gpus': 2/4}")]),
         (lambda m: m.slice(gpus=slice(3, 4)), [("{'gpus': 0/1}", {"gpus": 1}, "{'gpus': 3/4}")]),
         (lambda m: m.rename(gpus="g").slice(g=slice(0, 1)), [("{'g': 0/1}", {"g": 1}, "{'gpus': 0/4}")]),
-        (lambda m: m.split(gpus=("a", "b"), a=2).slice(a=1, b=slice(1, 2)), [("{'b': 0/1}", {"b": 1}, "{'gpus': 3/4}")]),
+        (
+            lambda m: m.split(gpus=("a", "b"), a=2).slice(a=1, b=slice(1, 2)),
+            [("{'b': 0/1}", {"b": 1}, "{'gpus': 3/4}")],
+        ),
         (lambda m: m.flatten("all").slice(all=0), [("{}", {}, "{'gpus': 0/4}")]),
     ],
 )
@@ -128,7 +131,8 @@ def test_the_client_is_the_root():
 
 
 @pytest.mark.parametrize(
-    ("given", "label"), [("My Actor!", "myactor"), ("1abc", "abc"), ("!!", "nil"), ("x" * 80, "x" * 63), ("a_b-c", "a_b-c")]
+    ("given", "label"),
+    [("My Actor!", "myactor"), ("1abc", "abc"), ("!!", "nil"), ("x" * 80, "x" * 63), ("a_b-c", "a_b-c")],
 )
 def test_spawn_names_become_labels(procs, given, label):
     m = procs().spawn(given, Where)

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, Union, overload
 
 from monarch.actor import _values
-from monarch.runtime.calls import ManyCall, OneCall, StreamCall, gone
+from monarch.runtime import client
+from monarch.runtime.calls import ManyCall, OneCall, StreamCall, ended, gone
 from monarch.runtime.client import current_here, current_host, current_node
 from monarch.runtime.errors import SupervisionError
 from monarch.runtime.failure import death_report
@@ -265,6 +266,8 @@ class Endpoint(Generic[P, R]):
         Raises TypeError here for arguments that do not fit. The future raises the ActorError of the lowest rank that
         failed, or SupervisionError as soon as a target is known to be dead.
         """
+        if client.has_ended():
+            return self._refused(args, kwargs)
         parts = self._encode(args, kwargs)
         mesh = self._mesh
         node = current_node()
@@ -292,6 +295,8 @@ class Endpoint(Generic[P, R]):
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[R]]:
         """Every actor; yields one future per actor, which complete in the order of the answers."""
+        if client.has_ended():
+            return iter([self._refused(args, kwargs) for _ in range(self._mesh._count)])
         parts = self._encode(args, kwargs)
         mesh = self._mesh
         node = current_node()
@@ -302,6 +307,8 @@ class Endpoint(Generic[P, R]):
 
     def broadcast(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Every actor, without an answer. An exception in the endpoint fails the actor and its owner is told."""
+        if client.has_ended():
+            return self._check(args, kwargs)
         parts = self._encode(args, kwargs)
         mesh = self._mesh
         node = current_node()
@@ -347,7 +354,15 @@ class Endpoint(Generic[P, R]):
         payload = dump_call(args, kwargs, self._name)
         return (meta, payload.stream(), *payload.buffers)
 
+    def _refused(self, args: Any, kwargs: Any) -> Future[Any]:
+        self._check(args, kwargs)
+        out: Future[Any] = Future._make()
+        out._settle(error=ended("the client was shut down", self._label()))
+        return out
+
     def _send_one(self, args: Any, kwargs: Any, index: int) -> Future[Any]:
+        if client.has_ended():
+            return self._refused(args, kwargs)
         parts = self._encode(args, kwargs)
         mesh = self._mesh
         node = current_node()

@@ -127,6 +127,7 @@ class Cell:
         self.obj: Any = None
         self.owned: list[Owned] = []
         self.stopped: Future[None] = Future._make()
+        self.kept: dict[int, Frame] = {}  #: calls taken, whose response ports were not used yet
         self.running = ""  #: the endpoint being run, for people
         self._lock = threading.Lock()
         self._table: dict[str, Any] = {}
@@ -206,7 +207,8 @@ class Cell:
             self.node.dead_cells[self.id] = self.report
             self.node.cells.pop(self.id, None)
             self.node.ending[self.id] = self
-        return self.pending()
+        kept, self.kept = list(self.kept.values()), {}
+        return self.pending() + kept
 
     def pending(self) -> list[Frame]:
         raise NotImplementedError

@@ -186,6 +186,11 @@ def exists() -> bool:
     return _node is not None
 
 
+def has_ended() -> bool:
+    """The client was shut down: nothing that it could reach will ever answer."""
+    return _ended is not None
+
+
 def peek() -> Node | None:
     """This process's node if there is one; never makes it."""
     return _node

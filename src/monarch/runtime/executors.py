@@ -622,7 +622,7 @@ def make_port(cell: Cell, frame: Frame) -> Any:
     """The response port of an explicit-port endpoint."""
     from monarch.runtime.ports import ResponsePort
 
-    return ResponsePort._for_call(cell.node, frame)
+    return ResponsePort._for_call(cell.kept, frame)
 
 
 def current_cell_or_raise() -> Cell:

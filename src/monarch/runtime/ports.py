@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import threading
 import weakref
@@ -17,6 +18,7 @@ from monarch.wire.frames import DEAD, ERROR, RANKED, REPLY, URGENT, Frame
 
 R = TypeVar("R")
 log = logging.getLogger("monarch.actor")
+_keys = itertools.count(1)
 
 
 def decode(frame: Frame, endpoint: str | None = None) -> Any:
@@ -115,13 +117,20 @@ class ResponsePort(Port[R]):
     """The response port of one call: takes the first answer for its rank, drops further ones with a warning."""
 
     _bounces = False  # a caller that died needs no answer
+    _kept: dict[int, Frame] | None = None  #: the actor's unanswered calls, while the port is with that actor
+    _key = 0
 
     @classmethod
-    def _for_call(cls, node: Node, frame: Frame) -> Any:
+    def _for_call(cls, kept: dict[int, Frame], frame: Frame) -> Any:
+        """The port for `frame`, noted in `kept` until it is used: those callers are told when the actor ends."""
         from monarch.runtime.cell import view_of
 
         host = Host(*view_of(frame.parts[0]).caller)
-        return cls._make(frame.origin, host, frame.reply, False, frame.rank)
+        port: ResponsePort[Any] = cls._make(frame.origin, host, frame.reply, False, frame.rank)
+        if frame.reply:
+            port._kept, port._key = kept, next(_keys)
+            kept[port._key] = Frame(frame.kind, frame.dest, frame.origin, reply=frame.reply, rank=frame.rank)
+        return port
 
     def _put(self, obj: Any, flags: int) -> None:
         if not self._id:  # a broadcast: nobody waits
@@ -133,6 +142,13 @@ class ResponsePort(Port[R]):
             return
         super()._put(obj, flags)
         self._used = True
+        if self._kept is not None:
+            self._kept.pop(self._key, None)
+
+    def __reduce__(self) -> Any:
+        if self._kept is not None:  # somebody else may answer: not noted any longer than this port lives here
+            weakref.finalize(self, self._kept.pop, self._key, None).atexit = False
+        return super().__reduce__()
 
 
 class Receiver(Sink, Generic[R]):

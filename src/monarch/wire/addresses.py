@@ -33,7 +33,7 @@ def parse(text: str) -> Address:
     if not isinstance(text, str):
         raise TypeError(f"address must be a string such as {FORMATS}, not {type(text).__name__}")
     dial, at, bind = text.partition("@tcp://")
-    if at:
+    if at and "://" in dial:
         return parse(dial)._replace(bind="tcp://" + bind)
     identity = re.match(r"[^@/:]+@(?=[a-z]+://)", text)
     if identity:
