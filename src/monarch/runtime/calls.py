@@ -68,6 +68,7 @@ class ManyCall(Port):
         self.left = len(targets)
         self.finish = finish
         self.future: Future[Any] = Future._make()
+        self.future._patient = len(targets) > 1
         self.lock = threading.Lock()
         self.ident = node.open_port(self)
 

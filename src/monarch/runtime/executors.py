@@ -296,7 +296,8 @@ class SyncCell(_Running):
                     gate.acquire(timeout=left)
                     continue
                 poller = self.node.poller
-                arrived = poller.wait(lambda: future._ready or self._events, None if end is None else left)
+                some = None if end is None else left
+                arrived = poller.wait(lambda: future._ready or self._events, some, future._patient)
                 if not arrived and poller._stopping:
                     return future._ready
         finally:

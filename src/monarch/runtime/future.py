@@ -106,6 +106,7 @@ class Future(Generic[R]):
         "_lock",
         "_observe",
         "_on_timeout",
+        "_patient",
         "_ready",
         "_seen",
         "_self_call",
@@ -119,6 +120,7 @@ class Future(Generic[R]):
     _decode: Callable[[], Any] | None
     _waiters: list[Callable[[], None]] | None
     _observe: Callable[[], None] | None
+    _patient: bool  #: many must answer: whoever waits sleeps at once
     _seen: bool
     _self_call: Any  #: a call of an actor to itself: where it was made
     _on_timeout: Callable[[Any], None] | None  #: called with this future when a wait timed out and nobody waits
@@ -139,7 +141,7 @@ class Future(Generic[R]):
         self._decode = None
         self._waiters = None
         self._observe = observe
-        self._seen = False
+        self._seen = self._patient = False
         self._self_call = None
         self._on_timeout = None
         return self
@@ -256,7 +258,7 @@ class Future(Generic[R]):
                 if safe_point is not None:
                     arrived = safe_point(None, timeout, self)
                 else:
-                    arrived = poller.wait(self._is_ready, timeout)
+                    arrived = poller.wait(self._is_ready, timeout, self._patient)
             finally:
                 poller.leave()
                 self._forget(wake)

@@ -148,8 +148,11 @@ class Poller:
         self._guest = 0
         self._slot.release()
 
-    def wait(self, done: Callable[[], object], timeout: float | None) -> bool:
-        """Serves the loop as its guest until `done()`; False after `timeout` seconds or when sent away."""
+    def wait(self, done: Callable[[], object], timeout: float | None, patient: bool = False) -> bool:
+        """Serves the loop as its guest until `done()`; False after `timeout` seconds or when sent away.
+
+        `patient`: sleeps at once, because many processes must run before this wait can end, and need the processors.
+        """
         epoll, handlers = self._epoll, self._handlers
         assert epoll is not None
         end = None if timeout is None else time.monotonic() + timeout
@@ -161,7 +164,7 @@ class Poller:
                 left = end - time.monotonic()
                 if left <= 0:
                     return False
-            for fd, event in self._poll_briefly_awake(epoll, left):
+            for fd, event in epoll.poll(left) if patient else self._poll_briefly_awake(epoll, left):
                 handler = handlers.get(fd)
                 if handler is not None:
                     try:
@@ -177,7 +180,7 @@ class Poller:
         if left >= 0:
             spin = min(spin, left)
         # Likely: the last wait was that short; or it slept, and staying awake might have made it that short.
-        if self._last_wait < self._spin or (not self._spun and self._last_wait < 3 * self._spin):
+        if self._last_wait < self._spin or (not self._spun and self._last_wait < 2 * self._spin):
             self._spun = True
             while time.perf_counter() - began < spin:
                 events = epoll.poll(0)
