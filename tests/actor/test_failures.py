@@ -211,3 +211,25 @@ def test_a_command_that_cannot_start_is_reported(faults):
     with pytest.raises(ValueError, match=r"error creating proc \(host rank 0\).*code 127.*/no/such/program"):
         p.initialized.get(timeout=WAIT)
     p.stop().get(timeout=WAIT)
+
+
+def test_a_bootstrap_that_fails_unnoticed_is_a_failure_of_the_owner(faults):
+    def failing():
+        raise LookupError("setup went wrong")
+
+    p = this_host().spawn_procs({"gpus": 2}, bootstrap=failing, name="unlucky")
+    wait_until(lambda: faults)
+    assert "setup went wrong" in faults[0].report() and faults[0].mesh_name == "unlucky"
+    p.stop().get(timeout=WAIT)
+    assert len(faults) == 1
+
+
+def test_a_command_callable_that_raises_is_reported_too(faults):
+    def per_rank(point):
+        raise KeyError("no such rank")
+
+    p = this_host().spawn_procs({"gpus": 2}, bootstrap_command=per_rank)
+    with pytest.raises(ValueError, match="per-rank bootstrap callable raised: KeyError"):
+        p.initialized.get(timeout=WAIT)
+    p.stop().get(timeout=WAIT)
+    assert not faults  # it was seen

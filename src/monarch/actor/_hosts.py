@@ -18,11 +18,12 @@ from monarch.config import store
 from monarch.mesh import Extent, MeshTrait, Point, Region, Shape, Slice
 from monarch.runtime import client
 from monarch.runtime.agent import parse_cpus
-from monarch.runtime.cell import Owned
+from monarch.runtime.cell import Cell, Owned
 from monarch.runtime.client import current_here, current_host, current_node
-from monarch.runtime.failure import Exit
+from monarch.runtime.errors import ActorError
+from monarch.runtime.failure import Exit, MeshFailure
 from monarch.runtime.future import Future
-from monarch.runtime.node import Host, NodeDown, Port, new_mesh_id
+from monarch.runtime.node import Host, Node, NodeDown, Port, new_mesh_id
 from monarch.version import __version__
 from monarch.wire import addresses, pickling
 from monarch.wire.frames import CONTROL, ERROR, URGENT, Frame
@@ -212,16 +213,12 @@ class HostMesh(MeshTrait):
                     node.send(frame, host)
                 except NodeDown as e:
                     wait.node_down(host.agent, e.exit)
-        self._report_failed_start(wait, cell, owned, bootstrap is not None)
+        _report_if_unnoticed(wait, cell, owned, node)
         if self._is_owned:
             self._meshes.append(mesh)
         for callback in list(_procs._callbacks):
             callback(mesh)
         return mesh
-
-    @staticmethod
-    def _report_failed_start(wait: SpawnWait, cell: Any, owned: Owned, has_bootstrap: bool) -> None:
-        """A mesh that could not start is a failure of an owned mesh, even when nobody looks at `initialized`."""
 
     def _check(self, per_host: dict[str, int], proc_bind: list[dict[str, str]] | None) -> None:
         overlap = sorted(set(per_host) & set(self._shape.labels))
@@ -355,6 +352,32 @@ class HostMesh(MeshTrait):
 
 def _rebuild(hosts: tuple[tuple[Any, ...], ...], shape: Shape, executable: str) -> HostMesh:
     return HostMesh(tuple(Host(*h) for h in hosts), shape, executable=executable)
+
+
+_GRACE = 2.0  # seconds in which somebody may look at `initialized` before a failed start is a failure of the owner's
+
+
+def _report_if_unnoticed(wait: SpawnWait, cell: Cell, owned: Owned, node: Node) -> None:
+    """A mesh that did not start is a failure of an owned mesh; its owner is told unless somebody saw it already.
+
+    A process that died on its way is reported as any death is; this is for bootstrap callables and commands.
+    """
+
+    def tell() -> None:
+        error = wait.future.exception()
+        if isinstance(error, (ActorError, ValueError)) and "it ended before it was ready" not in str(error):
+            ranks = sorted(owned.nodes.values())
+            cell.post_event(MeshFailure(owned.name, ranks, f"<processes {owned.name}>", str(error)))
+
+    def check() -> None:
+        if not wait.future._seen and owned in cell.owned and cell.state == "running":
+            threading.Thread(target=tell, name="monarch-report", daemon=True).start()  # it unpickles the user's error
+
+    def settled() -> None:
+        if wait.failed():
+            node.poller.call_later(_GRACE, check)
+
+    wait.future._on_ready(settled)
 
 
 def _one_host(host: Host) -> HostMesh:

@@ -23,7 +23,7 @@ from monarch.runtime.failure import Exit
 from monarch.runtime.future import Future
 from monarch.runtime.node import RANK_MASK, Host, Node, NodeDown, new_id
 from monarch.wire import pickling
-from monarch.wire.frames import CONTROL, Frame
+from monarch.wire.frames import CONTROL, ERROR, Frame
 
 T = TypeVar("T")
 
@@ -65,6 +65,10 @@ class SpawnWait(ManyCall):
     """Waits until every process of a mesh is ready; the loss of a host fails it too."""
 
     hosts: tuple[Host, ...] = ()
+
+    def failed(self) -> bool:
+        """After it settled: some process did not start."""
+        return self.future._error is not None or any(f is not None and f.flags & ERROR for f in self.frames)
 
     def node_down(self, node: int, exit: Exit) -> None:
         if any(h.agent == node for h in self.hosts):

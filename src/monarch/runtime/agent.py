@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 #: A process must be exec'd, not forked, when one of these differs from what the zygote was started with:
 #: they are read while an interpreter or a numeric library starts.
 _READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "NUMEXPR_", "DYLD_")
+#: seconds that a daemon which was shut down keeps its connections, so that its last words arrive everywhere
+_LINGER = 0.25
 _PRELOAD = ("numpy", "torch")
 
 
@@ -466,7 +468,8 @@ class HostAgent:
         def then() -> None:
             self.node.reply(frame, 0, (b"", pickling.dumps(None).stream()))
             if end_daemon and self.on_shutdown is not None:
-                self.node.poller.call_later(0.05, self.on_shutdown)
+                self.node.poller.post(self.node.stop_listening)
+                self.node.poller.call_later(_LINGER, self.on_shutdown)
 
         inner = Frame(frame.kind, self.node.id, self.node.id, reply=0)
         self.stop_procs(inner, mine, "the host was released by its client")
