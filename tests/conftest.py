@@ -129,10 +129,6 @@ def procs(nothing_left):
     yield spawn
     for mesh in made:
         mesh.stop().get(timeout=WAIT)
-    root = client.root()
-    for owned in list(root.owned):
-        if not owned.is_procs and any(set(owned.nodes) <= set(m._nodes()) for m in made):
-            root.owned.remove(owned)
 
 
 def run_script(body: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess:

@@ -48,9 +48,7 @@ def test_zero_dimensions_have_one_point() -> None:
 
 @pytest.mark.parametrize("error", [KeyError, ValueError])
 @pytest.mark.parametrize("read", [lambda: e["x"], lambda: Point(0, e)["x"], lambda: Point(0, e).size("x")])
-def test_missing_label_is_a_key_error_and_a_value_error(
-    read: Callable[[], int], error: type[Exception]
-) -> None:
+def test_missing_label_is_a_key_error_and_a_value_error(read: Callable[[], int], error: type[Exception]) -> None:
     with pytest.raises(error, match=r"^Dimension 'x' not found$"):
         read()
 

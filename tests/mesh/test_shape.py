@@ -103,9 +103,7 @@ def test_error_texts() -> None:
 
 def test_text() -> None:
     assert str(grid) == "{y=2,x=3}"
-    assert repr(grid) == (
-        'Shape { labels: ["y", "x"], slice: Slice { offset: 0, sizes: [2, 3], strides: [3, 1] } }'
-    )
+    assert repr(grid) == ('Shape { labels: ["y", "x"], slice: Slice { offset: 0, sizes: [2, 3], strides: [3, 1] } }')
 
 
 def test_is_a_value() -> None:

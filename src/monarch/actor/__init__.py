@@ -1,6 +1,6 @@
 """What users import: actors, endpoints, meshes, futures, ports, contexts.
 
-    from monarch.actor import Actor, endpoint, this_host
+from monarch.actor import Actor, endpoint, this_host
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The base class of actors.
 
-    hook                              when                                     may be async
-    __init__                          at spawn, on the actor's thread          no
-    __supervise__(failure) -> bool    a mesh this actor owns failed            async actors only
-    __cleanup__(exc)                  once, when it ends; exc None on a stop   must match the endpoints
-    _handle_undeliverable_message     a message it sent bounced                async actors only
+hook                              when                                     may be async
+__init__                          at spawn, on the actor's thread          no
+__supervise__(failure) -> bool    a mesh this actor owns failed            async actors only
+__cleanup__(exc)                  once, when it ends; exc None on a stop   must match the endpoints
+_handle_undeliverable_message     a message it sent bounced                async actors only
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from monarch.runtime.client import current_here, current_host, current_node
 from monarch.runtime.errors import ActorError
 from monarch.runtime.failure import Exit, MeshFailure
 from monarch.runtime.future import Future
-from monarch.runtime.node import Host, Node, NodeDown, Port, new_mesh_id
+from monarch.runtime.node import RANK_BITS, RANK_MASK, Host, Node, NodeDown, Port, new_mesh_id
 from monarch.version import __version__
 from monarch.wire import addresses, pickling
 from monarch.wire.frames import CONTROL, ERROR, URGENT, Frame
@@ -161,16 +161,12 @@ class HostMesh(MeshTrait):
         wait = SpawnWait(node, ranks, lambda n: f"process {label}-{n & 0xFFFFFF}", f"{label}.spawn_procs()", len)
         wait.hosts = hosts
         _procs._futures[base] = wait.future
-        owned: Owned
 
         def stop(reason: str) -> Future[None]:
-            if owned in cell.owned:
-                cell.owned.remove(owned)
-            return mesh._stop(reason, node)
+            return cell.stop_mesh(base, lambda: mesh._stop(reason, node))
 
-        owned = Owned(label, ranks, lambda r: f"<process {label}-{r}>", stop, True, mesh)
-        mesh._owned = owned
-        cell.owned.append(owned)
+        mesh._owned = Owned(f"{label}-{base >> RANK_BITS:x}", lambda r: f"<process {label}-{r}>", stop, mesh)
+        cell.own(base, ranks, lambda n: hosts[(n & RANK_MASK) // each], True, mesh._owned)
         error = self._commands(extent, each, bootstrap_command, env)
         commands: dict[int, Any] = {}
         if isinstance(error, dict):
@@ -213,7 +209,7 @@ class HostMesh(MeshTrait):
                     node.send(frame, host)
                 except NodeDown as e:
                     wait.node_down(host.agent, e.exit)
-        _report_if_unnoticed(wait, cell, owned, node)
+        _report_if_unnoticed(wait, cell, mesh, node)
         if self._is_owned:
             self._meshes.append(mesh)
         for callback in list(_procs._callbacks):
@@ -357,7 +353,7 @@ def _rebuild(hosts: tuple[tuple[Any, ...], ...], shape: Shape, executable: str) 
 _GRACE = 2.0  # seconds in which somebody may look at `initialized` before a failed start is a failure of the owner's
 
 
-def _report_if_unnoticed(wait: SpawnWait, cell: Cell, owned: Owned, node: Node) -> None:
+def _report_if_unnoticed(wait: SpawnWait, cell: Cell, mesh: ProcMesh, node: Node) -> None:
     """A mesh that did not start is a failure of an owned mesh; its owner is told unless somebody saw it already.
 
     A process that died on its way is reported as any death is; this is for bootstrap callables and commands.
@@ -366,11 +362,13 @@ def _report_if_unnoticed(wait: SpawnWait, cell: Cell, owned: Owned, node: Node) 
     def tell() -> None:
         error = wait.future.exception()
         if isinstance(error, (ActorError, ValueError)) and "it ended before it was ready" not in str(error):
-            ranks = sorted(owned.nodes.values())
-            cell.post_event(MeshFailure(owned.name, ranks, f"<processes {owned.name}>", str(error)))
+            assert mesh._owned is not None
+            ranks = sorted(mesh._nodes().values())
+            name = mesh._owned.name
+            cell.child_failed(MeshFailure(name, ranks, f"<processes {name}>", str(error)), mesh._base, False)
 
     def check() -> None:
-        if not wait.future._seen and owned in cell.owned and cell.state == "running":
+        if not wait.future._seen and node.tree.is_live(cell.id, mesh._base):
             threading.Thread(target=tell, name="monarch-report", daemon=True).start()  # it unpickles the user's error
 
     def settled() -> None:

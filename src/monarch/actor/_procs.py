@@ -18,6 +18,7 @@ from monarch.mesh import MeshTrait, Shape, Slice
 from monarch.runtime import client
 from monarch.runtime.calls import ManyCall
 from monarch.runtime.cell import Owned
+from monarch.runtime.child import react_to_death
 from monarch.runtime.client import current_here, current_host, current_node
 from monarch.runtime.failure import Exit
 from monarch.runtime.future import Future
@@ -194,23 +195,17 @@ class ProcMesh(MeshTrait):
         body = pickling.dump_bytes(("spawn", *spec))
         placement = Placement(self._base, self._hosts, self._per_host, self._shape.ndslice)
         shape = Shape(list(labels), Slice.new_row_major(list(sizes)))
-        mesh: ActorMesh[T] = ActorMesh(
-            actual, name, full_name, ident, placement, shape, cell.display, (labels, sizes)
-        )
+        mesh: ActorMesh[T] = ActorMesh(actual, name, full_name, ident, placement, shape, cell.display, (labels, sizes))
         ranks = mesh._node_ranks()
-        owned: Owned
 
         def stop(reason: str) -> Future[None]:
-            if owned in cell.owned:
-                cell.owned.remove(owned)
-            return mesh._stop(reason, node)
+            return cell.stop_mesh(ident, lambda: mesh._stop(reason, node))
 
-        owned = Owned(full_name, ranks, mesh._display, stop, False, None)
-        mesh._owned = owned
-        cell.owned.append(owned)
+        mesh._owned = Owned(full_name, mesh._display, stop, mesh)
+        cell.own(ident, ranks, placement.host_of, False, mesh._owned)
         template = Frame(CONTROL, 0, node.id, ident, (b"", body, payload.stream(), *payload.buffers), sender=cell.id)
         for gone, exit in node.cast(list(ranks.items()), template, placement.host_of):
-            cell.node_down(gone, exit)
+            react_to_death(node, gone, exit)
         return cast(T, mesh)
 
     def _new_reference(self) -> ProcMesh:
@@ -370,4 +365,5 @@ def unregister_proc_mesh_spawn_callback(callback: Callable[[ProcMesh], None]) ->
 def get_active_proc_meshes() -> list[ProcMesh]:
     """Meshes owned by code of this process and not stopped."""
     node = current_node()
-    return [o.mesh for c in node.cells.values() for o in c.owned if o.is_procs]
+    with node.tree.lock:
+        return [m.handle.mesh for cell in node.cells for m in node.tree.owned_by(cell) if m.is_procs]

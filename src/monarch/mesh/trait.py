@@ -186,7 +186,5 @@ def _fit(label: str, n: int, parts: tuple[str, ...], sizes: dict[str, int]) -> l
     inferred, remainder = divmod(n, math.prod(sizes.get(part, 1) for part in parts))
     if remainder or (not unknown and inferred != 1):
         known = tuple(sizes.get(part, "?") for part in parts)
-        raise ValueError(
-            f"Dimension {label!r} of size {n} is not evenly divided by {parts!r} with sizes {known!r}"
-        )
+        raise ValueError(f"Dimension {label!r} of size {n} is not evenly divided by {parts!r} with sizes {known!r}")
     return [sizes.get(part, inferred) for part in parts]

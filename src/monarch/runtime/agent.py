@@ -24,6 +24,7 @@ from monarch.runtime.cell import dump_error
 from monarch.runtime.failure import Exit
 from monarch.runtime.future import Future
 from monarch.runtime.node import RANK_MASK, Host, NodeDown
+from monarch.runtime.pulse import Pulse
 from monarch.runtime.zygote import receive_message, send_message
 from monarch.wire import addresses, pickling
 from monarch.wire.frames import ERROR, URGENT, Frame
@@ -62,6 +63,8 @@ class Process:
         self.address = ""
         self.ready = False
         self.stopping = ""
+        self.freezes = 0  #: how often it was stopped by a signal or continued
+        self.frozen_for = 0.0  #: seconds after which it was given up
         self.gone: Future[None] = Future._make()
 
     def who(self) -> str:
@@ -130,6 +133,7 @@ class HostAgent:
         self._start_env = _early(dict(os.environ))
         self._preloaded = {m for m in _PRELOAD if m in sys.modules}
         self.closing = False
+        self.pulse = Pulse(node)
         self._starters: list[Starter] = []
         self._current = self._new_starter(sorted(self._preloaded))
         self._warming: Starter | None = None
@@ -144,6 +148,8 @@ class HostAgent:
             "hint": self.hint,
             "attach": self.attach,
             "release_host": self.release_host,
+            "pulse": self.show_life,
+            "alive": lambda frame: None,
         }
         node.on_node_down.append(self._after_death)
 
@@ -187,11 +193,39 @@ class HostAgent:
                 if process is not None:
                     process.pid = pid
         elif op == "exit":
-            for node, pid, status in items:
+            for node, pid, status, last_words in items:
                 process = self.processes.get(node)
                 if process is not None:
                     process.pid = pid
-                    self._ended(process, Exit.of_status(status, bool(process.stopping), process.who()))
+                    exit = Exit.of_status(status, bool(process.stopping), process.who())
+                    if process.frozen_for:
+                        exit = Exit("frozen", who=process.who(), detail=f"{process.frozen_for:g} s")
+                    elif last_words and exit.failed:
+                        exit = exit._replace(detail=f"The last lines it wrote to stderr:\n{last_words}")
+                    self._ended(process, exit)
+        elif op == "frozen":
+            for node, is_frozen in items:
+                self._frozen(node, is_frozen)
+
+    def _frozen(self, node: int, is_frozen: bool) -> None:
+        """A process was stopped by a signal, or goes on. One that stays stopped counts as dead, and is then killed.
+
+        The kernel says so, not a clock: a process whose code is merely slow, or holds its interpreter lock, is not
+        stopped; nor is one under a debugger.
+        """
+        process = self.processes.get(node)
+        if process is None:
+            return
+        process.freezes += 1
+        if is_frozen:
+            mark, limit = process.freezes, float(store.effective("get_actor_state_max_idle"))
+
+            def check() -> None:
+                if process.freezes == mark and node in self.processes:
+                    process.frozen_for = limit
+                    self._signal([process], signal.SIGKILL)
+
+            self.node.poller.call_later(limit, check)
 
     def _signal(self, processes: list[Process], number: int) -> None:
         for starter in list(self._starters):
@@ -212,6 +246,7 @@ class HostAgent:
         must_exec = _early(env) != self._start_env
         name, base = order["name"], order["mesh_id"]
         self._warm()
+        self._watch_owner(*order["owner"][:2])
         shared = {
             "agent": order["host"][0],
             "agent_address": order["host"][1],
@@ -389,6 +424,8 @@ class HostAgent:
         """For any node that went down: watchers are told, and what it owned here ends."""
         for asker in [*self.watchers.pop(node, ()), *self.resolving.pop(node, [])]:
             self.node.tell(asker, "down", node, tuple(exit))
+        if exit.kind == "lost" and store.effective("mesh_orphan_timeout") is None:
+            return  # the user wants processes to outlive an owner that cannot be reached
         owned = [p for p in self.processes.values() if p.owner_node == node]
         for p in owned:
             p.stopping = p.stopping or "its owner's process ended"
@@ -442,8 +479,19 @@ class HostAgent:
         if where.agent not in (self.host.agent, dest) and frame.origin >> 24 != where.agent >> 24:
             self.node.tell(where.agent, "watch", dest, host, host=where)
 
+    def _watch_owner(self, owner: int, host: tuple[Any, ...]) -> None:
+        """A process of another host owns processes here: its host's agent is asked to say when it dies."""
+        where = Host(*host)
+        if where.agent not in (self.host.agent, owner) and owner not in self.processes:
+            self.node.tell(where.agent, "watch", owner, host, host=where)
+
     def hint(self, frame: Frame, dest: int, agent: int, address: str) -> None:
-        """A process of this host is about to send to `dest`, on another host."""
+        """A process of this host is about to send to `dest`, on another host; it wants to hear if that host is lost."""
+        exit = self.node.down.get(agent)
+        if exit is not None:
+            self.node.tell(frame.origin, "down", agent, tuple(exit))
+            return
+        self.watchers.setdefault(agent, set()).add(frame.origin)
         if dest in self.node.routes:
             return
         with contextlib.suppress(NodeDown, OSError):
@@ -458,7 +506,13 @@ class HostAgent:
         """A client attaches, under a name it chose for this host; its configuration holds for what it starts here."""
         self.node.aliases.add(frame.dest)
         store.install_inherited(config)
+        conn = self.node.routes.get(frame.origin)
+        if conn is not None:
+            conn.keep_alive(float(store.effective("mesh_orphan_timeout") or 0.0))
         self.node.reply(frame, 0, (b"", pickling.dumps(True).stream()))
+
+    def show_life(self, frame: Frame) -> None:
+        self.node.tell(frame.origin, "alive")
 
     def release_host(self, frame: Frame, end_daemon: bool) -> None:
         """A client is done with this host: its processes end; with `end_daemon` everything does."""

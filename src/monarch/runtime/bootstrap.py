@@ -11,13 +11,16 @@ from typing import Any
 from monarch.runtime.cell import Cell, Event, Spec
 from monarch.runtime.failure import MeshFailure
 from monarch.runtime.future import Future
-from monarch.runtime.node import Node
+from monarch.runtime.node import RANK_MASK, Node
+from monarch.runtime.ownership import Owner
 from monarch.wire import pickling
 from monarch.wire.frames import Frame
 
 
 class BootstrapCell(Cell):
     """The context that a bootstrap callable runs in; owner of what it spawns, for the life of the process."""
+
+    IDENT = 2
 
     def __init__(self, node: Node, orders: dict[str, Any], frame: Frame) -> None:
         spec = Spec(
@@ -34,16 +37,22 @@ class BootstrapCell(Cell):
             is_async=False,
             mesh=orders["mesh"],
         )
-        super().__init__(node, 2, orders["rank"], spec)
+        super().__init__(node, self.IDENT, orders["rank"], spec)
         self._parts = frame.parts
         self.state = "running"
 
     def deliver(self, frame: Frame) -> None:
         self.node.reply_dead(frame, "this is not an actor")
 
+    def owner(self) -> Owner | None:
+        return None  # it has no end of its own: it lives as long as the process
+
+    def reported_mesh(self) -> int:
+        return self.node.id & ~RANK_MASK
+
     def post_event(self, event: Event) -> None:
         if isinstance(event, MeshFailure):
-            self.tell_owner(event.cause, event.report())
+            self.tell_owner(event.cause, event.report(), again=True)
 
     def request_stop(self, reason: str, drain: bool = True) -> Future[None]:
         self.stopped._settle(None)
@@ -76,7 +85,8 @@ async def _awaited(thing: Any) -> Any:
 class PlainSender(BootstrapCell):
     """What threads of a worker send as when no actor's context reached them."""
 
+    IDENT = 1
+
     def __init__(self, node: Node, orders: dict[str, Any]) -> None:
         super().__init__(node, orders, Frame(0, 0, 0))
-        self.id = 1
         self.display = f"<plain thread of {node.name}>"

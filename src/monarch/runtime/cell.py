@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from monarch.config import store
 from monarch.runtime.errors import ActorError, RemoteException, SupervisionError
-from monarch.runtime.failure import Exit, MeshFailure, UndeliverableMessageEnvelope, death_report
+from monarch.runtime.failure import MeshFailure, UndeliverableMessageEnvelope, death_report
 from monarch.runtime.future import Future
+from monarch.runtime.ownership import Ask, Mesh, Owner, Stop
 from monarch.wire import pickling
 from monarch.wire.frames import ERROR, Frame
 
@@ -94,14 +95,12 @@ here: contextvars.ContextVar[Here | None] = contextvars.ContextVar("monarch_here
 
 
 class Owned(NamedTuple):
-    """A mesh owned by an actor: how to stop it, and which processes it depends on."""
+    """What the runtime keeps with a mesh of the ownership tree: how people know it, and how to stop it."""
 
     name: str
-    nodes: dict[int, int]  #: node -> rank in the whole mesh
-    display: Callable[[int], str]
+    display: Callable[[int], str]  #: rank in the whole mesh -> how errors name it
     stop: Callable[[str], Future[Any]]
-    is_procs: bool
-    mesh: Any
+    mesh: Any  #: the handle
 
 
 def describe(name: str, labels: tuple[str, ...], sizes: tuple[int, ...], rank: int) -> str:
@@ -125,12 +124,13 @@ class Cell:
         self.report = ""
         self.instance: Any = None  #: the actor layer's Instance, made on demand
         self.obj: Any = None
-        self.owned: list[Owned] = []
         self.stopped: Future[None] = Future._make()
         self.kept: dict[int, Frame] = {}  #: calls taken, whose response ports were not used yet
         self.running = ""  #: the endpoint being run, for people
         self._lock = threading.Lock()
         self._table: dict[str, Any] = {}
+        self._to_stop: list[Mesh] = []  #: what it owned when it ended
+        node.tree.add(ident, self.owner())
         where = describe(spec.name, spec.labels, spec.sizes, rank)
         self.display = f"{spec.parent}.<{spec.class_name} {spec.name}{where}>"
 
@@ -148,6 +148,10 @@ class Cell:
         raise NotImplementedError
 
     # -- shared by both kinds
+
+    def owner(self) -> Owner | None:
+        """Who owns this actor; None for a root."""
+        return Owner(self.spec.owner_node, self.spec.owner_actor)
 
     def set_here(self, view: View | None, rank: int) -> None:
         if view is None:
@@ -207,6 +211,7 @@ class Cell:
             self.node.dead_cells[self.id] = self.report
             self.node.cells.pop(self.id, None)
             self.node.ending[self.id] = self
+            self._leave_tree(failed)
         kept, self.kept = list(self.kept.values()), {}
         return self.pending() + kept
 
@@ -225,41 +230,77 @@ class Cell:
                 "this endpoint returns. Call a plain helper method instead, or await from a @concurrent_endpoint."
             )
 
-    def tell_owner(self, cause: str, chain: str = "") -> None:
+    def tell_owner(self, cause: str, chain: str = "", again: bool = False) -> None:
+        """Reports this actor's failure. `again`: one that counts though the actor's end is known (its cleanup's)."""
         spec = self.spec
         failure = MeshFailure(spec.full_name, [self.rank], self.display, cause, chain=chain)
         from monarch.runtime.node import Host
 
-        frame = self.node.control_frame(spec.owner_node, "failure", failure, key=spec.owner_actor)
+        key = self.reported_mesh()
+        frame = self.node.control_frame(spec.owner_node, "failure", failure, key, again, key=spec.owner_actor)
         try:
             self.node.send(frame, Host(*spec.owner_host))
         except Exception:  # the owner is gone too; its own owner hears of that
             log.debug("owner of %s is gone", self.display)
 
+    def reported_mesh(self) -> int:
+        """The key, in the owner's tree, of the mesh whose failure this actor's failure is."""
+        return self.id
+
+    # -- what it owns
+
+    def own(
+        self, key: int, ranks: dict[int, int], host_of: Callable[[int], Host], is_procs: bool, owned: Owned
+    ) -> None:
+        """From now on the mesh `key` is this actor's. RuntimeError when it is ending."""
+        hosts: dict[int, set[int]] = {}
+        for node in ranks:
+            agent = host_of(node).agent
+            if agent != self.node.agent_id:
+                hosts.setdefault(agent, set()).add(node)
+        with self.node.tree.lock:
+            self.node.tree.own(self.id, key, ranks, is_procs, owned, hosts)
+
+    def stop_mesh(self, key: int, stop: Callable[[], Future[None]]) -> Future[None]:
+        """The owner's wish: `stop` must be idempotent."""
+        tree = self.node.tree
+        with tree.lock:
+            tree.stop(self.id, key)
+        done = stop()
+
+        def gone() -> None:
+            with tree.lock:
+                tree.stopped(self.id, key)
+
+        done._on_ready(gone)
+        return done
+
+    def _leave_tree(self, failed: bool) -> None:
+        tree = self.node.tree
+        with tree.lock:
+            self._to_stop = [e.mesh for e in tree.end(self.id, failed) if isinstance(e, Stop)]
+
     def stop_owned(self, reason: str, seconds: float) -> None:
-        """Stops what this actor owns, newest first, and waits. On the actor's own thread."""
-        owned, self.owned = self.owned[::-1], []
-        if not owned:
-            return
-        from monarch.runtime.future import wait_all
+        """Stops what this actor owned when it ended, actors before processes, newest first, and waits.
 
-        actors = [o.stop(reason) for o in owned if not o.is_procs]
-        wait_all(actors + [o.stop(reason) for o in owned if o.is_procs], seconds)
+        On the actor's own thread.
+        """
+        meshes, self._to_stop = self._to_stop, []
+        if meshes:
+            from monarch.runtime.future import wait_all
 
-    def owner_is(self, node: int) -> bool:
-        return self.spec.owner_node == node
+            wait_all([mesh.handle.stop(reason) for mesh in meshes], seconds)
 
-    def node_down(self, node: int, exit: Exit) -> None:
-        """A process died: events for the meshes of mine that had a rank there."""
-        if not exit.failed:
-            return
-        hit = [o for o in self.owned if node in o.nodes]
-        actors = [o for o in hit if not o.is_procs]
-        for o in actors or hit:
-            rank = o.nodes[node]
-            self.post_event(
-                MeshFailure(o.name, [rank], o.display(rank), exit.describe(), exit=exit, mesh=None)
-            )
+    def child_failed(self, failure: MeshFailure, key: int, again: bool) -> None:
+        """A rank of a mesh that this actor owns reported its failure."""
+        tree = self.node.tree
+        with tree.lock:
+            asks = [a for rank in failure.crashed_ranks for a in tree.failed(self.id, key, rank)]
+            if not asks and not (again and tree.is_running(self.id)):
+                return
+        if asks and isinstance(asks[0], Ask):
+            failure.mesh = asks[0].mesh.handle.mesh
+        self.post_event(failure)
 
 
 def dump_error(error: BaseException, message: str) -> bytes:

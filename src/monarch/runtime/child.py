@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import os
 import pickle
 import signal
@@ -23,9 +24,10 @@ from monarch.config import store
 from monarch.runtime import client
 from monarch.runtime.cell import Cell, Spec, cleanup_limit, dump_error
 from monarch.runtime.executors import AsyncCell, SyncCell
-from monarch.runtime.failure import Exit
+from monarch.runtime.failure import Exit, MeshFailure
 from monarch.runtime.future import wait_all
 from monarch.runtime.node import Host, Node
+from monarch.runtime.ownership import Ask, End
 from monarch.wire import pickling
 from monarch.wire.frames import Frame
 
@@ -197,10 +199,10 @@ class Worker:
     def stop_actor(self, frame: Frame, reason: str) -> None:
         stop_actor(self.node, frame, reason)
 
-    def failure(self, frame: Frame, failure: Any) -> None:
+    def failure(self, frame: Frame, failure: Any, mesh: int, again: bool) -> None:
         cell = self.node.cells.get(frame.key)
         if cell is not None:
-            cell.post_event(failure)
+            cell.child_failed(failure, mesh, again)
 
     def node_down(self, node: int, exit: Exit) -> None:
         react_to_death(self.node, node, exit)
@@ -259,12 +261,24 @@ def stop_actor(node: Node, frame: Frame, reason: str) -> None:
 
 
 def react_to_death(node: Node, dead: int, exit: Exit) -> None:
-    """A process died: owners here are told; actors here that it owned are stopped."""
-    for cell in list(node.cells.values()):
-        if cell.owner_is(dead):
+    """A process ended: owners here are asked about its ranks; actors here that it owned are stopped."""
+    with node.tree.lock:
+        with_it = node.tree.on_host(dead)
+        effects = node.tree.process_ended(dead, exit.failed)
+    for other in with_it:  # a whole host was lost
+        node.mark_down(other, exit)
+    for effect in effects:
+        cell = node.cells.get(effect.actor) if isinstance(effect, (Ask, End)) else None
+        if cell is None:
+            continue
+        if isinstance(effect, End):
+            if exit.kind == "lost" and store.effective("mesh_orphan_timeout") is None:
+                continue  # the user wants actors to outlive an owner that cannot be reached
             cell.request_stop("its owner's process ended", drain=False)
-        else:
-            cell.node_down(dead, exit)
+        elif isinstance(effect, Ask):
+            owned, rank = effect.mesh.handle, effect.rank
+            failure = MeshFailure(owned.name, [rank], owned.display(rank), exit.describe(), exit=exit, mesh=owned.mesh)
+            cell.post_event(failure)
 
 
 def run(sock: socket.socket, orders: dict[str, Any]) -> None:
@@ -276,6 +290,8 @@ def run(sock: socket.socket, orders: dict[str, Any]) -> None:
             sys.path.append(path)
     store.install_inherited(orders["config"])
     set_title(orders["name"])
+    with contextlib.suppress(Exception):  # a crash in native code then says where, on stderr and in its report
+        faulthandler.enable(2, all_threads=False)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
+import ctypes
 import os
 import queue
 import signal
@@ -26,6 +27,7 @@ from monarch.runtime.errors import WouldBlockRuntime
 from monarch.runtime.failure import Exit, MeshFailure
 from monarch.runtime.future import Future, wait_all
 from monarch.runtime.node import Host, Node, new_mesh_id
+from monarch.runtime.ownership import Owner
 from monarch.wire.frames import Frame
 
 ROOT_ACTOR = 1
@@ -55,6 +57,13 @@ class UnhandledFault(KeyboardInterrupt, SystemExit):
         self.code = code
 
 
+class _LateFault(UnhandledFault):
+    """Raised where only the class can be given."""
+
+    def __init__(self) -> None:
+        super().__init__(_fault_code)
+
+
 class Root(Cell):
     """The user's script, as an actor: it owns meshes; failures that reach it go to `unhandled_fault_hook`."""
 
@@ -74,7 +83,10 @@ class Root(Cell):
     def pending(self) -> list[Frame]:
         return []
 
-    def tell_owner(self, cause: str, chain: str = "") -> None:
+    def owner(self) -> Owner | None:
+        return None
+
+    def tell_owner(self, cause: str, chain: str = "", again: bool = False) -> None:
         pass
 
     def request_stop(self, reason: str, drain: bool = True) -> Future[None]:
@@ -116,26 +128,36 @@ class Root(Cell):
         interrupt_main(code if isinstance(code, int) else 1)
 
 
-_fault_code: int | None = None
-_our_handler = False
+#: what wakes the main thread for an unhandled fault: a signal that nobody ignores or handles, unlike SIGINT, which is
+#: ignored in a program that a shell script put into the background, and replaced by asyncio.run
+_FAULT_SIGNAL = signal.SIGRTMIN + 4 if hasattr(signal, "SIGRTMIN") else signal.SIGURG
+_fault_code = 1
+_have_handler = False
+
+
+def _take_fault_signal() -> None:
+    """Only the main thread may install a handler: done at the first use of the framework there."""
+    global _have_handler
+    if not _have_handler and threading.current_thread() is threading.main_thread():
+        with contextlib.suppress(ValueError):
+            signal.signal(_FAULT_SIGNAL, _on_fault)
+            _have_handler = True
 
 
 def interrupt_main(code: int) -> None:
     """Ends the program: raises UnhandledFault in the main thread, out of whatever it waits for."""
     global _fault_code
     _fault_code = code
-    if _our_handler and signal.getsignal(signal.SIGINT) is _on_interrupt:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-    else:
+    main = threading.main_thread()
+    if not _have_handler:  # the client was made by another thread: the next bytecode of the main thread raises
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main.ident or 0), ctypes.py_object(_LateFault))
         _thread.interrupt_main()
+    elif main.is_alive():
+        signal.pthread_kill(main.ident or 0, _FAULT_SIGNAL)
 
 
-def _on_interrupt(number: int, stack: Any) -> None:
-    global _fault_code
-    code, _fault_code = _fault_code, None
-    if code is not None:
-        raise UnhandledFault(code)
-    signal.default_int_handler(number, stack)
+def _on_fault(number: int, stack: Any) -> None:
+    raise UnhandledFault(_fault_code)
 
 
 def _quiet_fault(kind: Any, value: Any, trace: Any) -> None:
@@ -219,7 +241,7 @@ def start() -> Node:
 def _make_client() -> Node:
     from monarch.runtime.agent import HostAgent
 
-    global _host, _our_handler, _previous_hook
+    global _host, _previous_hook
     ident = new_mesh_id()
     transport = str(store.effective("default_transport"))
     over_tcp = transport.startswith(("tcp", "tls", "metatls"))
@@ -235,11 +257,7 @@ def _make_client() -> Node:
     _add_worker_handlers(node)
     node.poller.start("monarch-runtime")
     future.guest_poller = node.poller
-    if threading.current_thread() is threading.main_thread():
-        with contextlib.suppress(ValueError):
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                signal.signal(signal.SIGINT, _on_interrupt)
-                _our_handler = True
+    _take_fault_signal()
     _previous_hook = sys.excepthook
     sys.excepthook = _quiet_fault
     os.environ.setdefault("MONARCH_CLIENT_TRACE_ID", f"{ident:x}")
@@ -265,10 +283,10 @@ def _add_worker_handlers(node: Node) -> None:
 
         stop_actor(node, frame, reason)
 
-    def failure(frame: Frame, failure: MeshFailure) -> None:
+    def failure(frame: Frame, failure: MeshFailure, mesh: int, again: bool) -> None:
         cell = node.cells.get(frame.key)
         if cell is not None:
-            cell.post_event(failure)
+            cell.child_failed(failure, mesh, again)
 
     def down(dead: int, exit: Exit) -> None:
         from monarch.runtime.child import react_to_death
@@ -330,6 +348,7 @@ def _shut_down(node: Node, budget: float, done: Future[None]) -> None:
     try:
         if cell is not None:
             here.set(Here(cell, (), (), 0))
+            cell._leave_tree(failed=False)
             local = [c for c in node.cells.values() if c is not cell]
             cell.stop_owned("the client is shutting down", budget)
             wait_all([c.request_stop("the client is shutting down") for c in local], budget)

@@ -1,11 +1,11 @@
 """The errors of the framework.
 
-    Exception
-    |-- ActorError                  an endpoint raised; the actor is alive
-    |-- RuntimeError
-        |-- SupervisionError        the addressee is dead or stopped; it will never answer
-        |-- WouldBlockRuntime       waiting here would block the runtime itself
-    MeshFailure                     not an exception: what an owner is told about a failure (failure.py)
+Exception
+|-- ActorError                  an endpoint raised; the actor is alive
+|-- RuntimeError
+    |-- SupervisionError        the addressee is dead or stopped; it will never answer
+    |-- WouldBlockRuntime       waiting here would block the runtime itself
+MeshFailure                     not an exception: what an owner is told about a failure (failure.py)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The two kinds of actors, as cells: one on a thread, one on an asyncio loop in a thread.
 
-    SyncCell    `__init__`, endpoints and hooks run on one thread for life; no loop is visible there
-    AsyncCell   they run on one asyncio loop, on one thread for life; plain endpoints one at a time,
-                concurrent endpoints as tasks that overlap
+SyncCell    `__init__`, endpoints and hooks run on one thread for life; no loop is visible there
+AsyncCell   they run on one asyncio loop, on one thread for life; plain endpoints one at a time,
+            concurrent endpoints as tasks that overlap
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Running(Cell):
 
     def _finish(self) -> None:
         self.obj = None
-        self.owned = []
+        self.node.tree.closed(self.id)
         self.node.ending.pop(self.id, None)
         self.stopped._settle(None)
 
@@ -316,7 +316,7 @@ class SyncCell(_Running):
             try:
                 hook(RuntimeError(self.report) if failed else None)
             except BaseException as e:
-                self.tell_owner(f"cleanup error: {format_failure(e)}", self.report if failed else "")
+                self.tell_owner(f"cleanup error: {format_failure(e)}", self.report if failed else "", again=True)
         self._finish()
 
 
@@ -597,7 +597,7 @@ class AsyncCell(_Running):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=cleanup_limit())
-        if self.owned:
+        if self._to_stop:
             await asyncio.to_thread(self.stop_owned, "its owner ended", stop_limit())
         self.set_here(None, 0)
         hook = overrides(self.obj, "__cleanup__") if constructed else None
@@ -609,7 +609,7 @@ class AsyncCell(_Running):
                 else:
                     self._without_loop(hook, (exc,), {})
             except BaseException as e:
-                self.tell_owner(f"cleanup error: {format_failure(e)}", self.report if failed else "")
+                self.tell_owner(f"cleanup error: {format_failure(e)}", self.report if failed else "", again=True)
 
 
 def _is_explicit(cell: Cell, view: View) -> bool:

@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 
 
 class Exit(NamedTuple):
-    """How a process ended. `kind` is `stopped` (orderly), `exited`, `killed`, or `lost` (nobody saw it end)."""
+    """How a process ended.
+
+    `kind` is `stopped` (orderly), `exited`, `killed`, `frozen` (stopped by a signal for too long, then killed), or
+    `lost` (nobody saw it end).
+    """
 
     kind: str
     code: int = 0
@@ -43,6 +47,11 @@ class Exit(NamedTuple):
             return (
                 "the process this actor was running on exited unexpectedly: process exited cleanly (code 0) "
                 f"outside an orderly stop{where}{tail}"
+            )
+        if self.kind == "frozen":
+            return (
+                f"timeout waiting for {self.who}: it was frozen (stopped by a signal) for {self.detail} and was then "
+                "killed; the limit is get_actor_state_max_idle"
             )
         if self.kind == "stopped":
             return f"has status: stopped: {self.detail or 'the process was stopped by its owner'}{where}"

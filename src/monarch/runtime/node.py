@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch.config import store
 from monarch.runtime.failure import Exit, UndeliverableMessageEnvelope
+from monarch.runtime.ownership import Tree
 from monarch.wire import addresses, pickling
 from monarch.wire.connection import Connection, ConnectionClosed, Limits, release_frame
 from monarch.wire.frames import CALL, CAST, CONTROL, DEAD, ERROR, RANKED, RELEASE, REPLY, SHM, URGENT, Bytes, Frame
@@ -84,7 +85,11 @@ class Node:
         self.poller = Poller(float(store.effective("busy_wait")))
         self.pool: SegmentPool | None = SegmentPool(int(store.effective("shm_pool_limit"))) if AVAILABLE else None
         self.mapped = MappedSegments()
-        self.limits = Limits(int(store.effective("codec_max_frame_length")), int(store.effective("send_queue_limit")))
+        self.limits = Limits(
+            int(store.effective("codec_max_frame_length")),
+            int(store.effective("send_queue_limit")),
+            silence=float(store.effective("mesh_orphan_timeout") or 0.0),
+        )
         self.shm_threshold = int(store.effective("shm_threshold"))
         self.routes: dict[int, Connection] = {}
         self.down: dict[int, Exit] = {}
@@ -92,6 +97,7 @@ class Node:
         self.dead_cells: dict[int, str] = {}
         self.ending: dict[int, Cell] = {}  #: no longer answering, still cleaning up
         self.ports: dict[int, Port] = {}
+        self.tree = Tree()  #: who owns what, as far as it concerns this process
         self.uplink: Connection | None = None
         self.agent: HostAgent | None = None
         self.listening: socket.socket | None = None
@@ -265,9 +271,7 @@ class Node:
             gone.append((dest, e.exit))
 
     def _copy(self, t: Frame, dest: int, rank: int) -> Frame:
-        return Frame(
-            t.kind, dest, self.id, t.key, t.parts, flags=t.flags, rank=rank, reply=t.reply, sender=t.sender
-        )
+        return Frame(t.kind, dest, self.id, t.key, t.parts, flags=t.flags, rank=rank, reply=t.reply, sender=t.sender)
 
     def reply(self, to: Frame, flags: int, parts: Sequence[Bytes]) -> None:
         """Answers a frame that has a reply port; silent when the caller is gone."""
@@ -288,6 +292,9 @@ class Node:
             frames = self.dialling.pop(alias, [])
             conn = self._adopt(sock, peer=0, dialled=True, secret=None)
             self.routes[alias] = conn
+            if self.agent is not None:
+                pulse = self.agent.pulse
+                self.poller.post(lambda: pulse.watch(alias, conn))
             for frame in frames:
                 self.routes[frame.dest] = conn
                 with contextlib.suppress(ConnectionClosed):

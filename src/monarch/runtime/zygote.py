@@ -3,8 +3,10 @@
     agent --- socket ---> zygote --- fork ---> worker, worker, ...
 
 It has imported the runtime (and torch, once the client uses it), so that a worker costs milliseconds and shares
-those pages. It is the parent of every worker of its host: it learns of each death from the kernel, at once, and
-pushes it to the agent. When the agent's end of the socket closes, however that came about, it kills what it started.
+those pages. It is the parent of every worker of its host: it learns from the kernel, at once, when one dies or is
+frozen (stopped by a signal), and pushes that to the agent. It passes on what workers write to stderr and remembers
+the last lines, which explain a death. When the agent's end of the socket closes, however that came about, it kills
+what it started.
 """
 
 from __future__ import annotations
@@ -49,6 +51,47 @@ def receive_message(sock: socket.socket) -> tuple[Any, list[int]] | None:
     return pickle.loads(b"".join(chunks)), fds
 
 
+class Errors:
+    """The read end of one worker's stderr: passed on, and its last lines kept."""
+
+    CHUNK = select.PIPE_BUF  # a pipe that is writable takes this much without blocking
+    LINES, WIDTH = 12, 300
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self._kept = b""
+
+    def pass_on(self) -> bool:
+        """Moves one chunk to our own stderr; False at the end."""
+        try:
+            data = os.read(self.fd, self.CHUNK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if data:
+            self._kept = (self._kept + data)[-self.LINES * self.WIDTH :]
+            with contextlib.suppress(OSError):
+                os.write(2, data)
+        return bool(data)
+
+    def waiting(self) -> bool:
+        return bool(select.select([self.fd], [], [], 0)[0])
+
+    def tail(self) -> str:
+        """The last lines, without empty ones."""
+        lines = [line.rstrip()[: self.WIDTH] for line in self._kept.decode(errors="replace").splitlines()]
+        return "\n".join([line for line in lines if line][-self.LINES :])
+
+
+def writable(fd: int) -> bool:
+    try:
+        return bool(select.select([], [fd], [], 0)[1])
+    except (OSError, ValueError):
+        return True  # closed: what is written there is lost, and nobody waits
+
+
 class Born:
     """What the forked child goes on to be: the agent's socket and its orders."""
 
@@ -61,6 +104,9 @@ class Zygote:
     def __init__(self, control: socket.socket) -> None:
         self.control = control
         self.children: dict[int, int] = {}  # pid -> node
+        self.errors: dict[int, Errors] = {}  # by descriptor
+        self.errors_of: dict[int, Errors] = {}  # by pid
+        self.blocked = False  # our stderr takes nothing: what workers write stays in their pipes meanwhile
         self.folder = ""
         self.wake_r, self.wake_w = os.pipe()
         for fd in (self.wake_r, self.wake_w):
@@ -72,11 +118,12 @@ class Zygote:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.set_wakeup_fd(self.wake_w, warn_on_full_buffer=False)
-        poll = select.poll()
-        poll.register(self.control, select.POLLIN)
-        poll.register(self.wake_r, select.POLLIN)
+        self.poll = select.poll()
+        self.poll.register(self.control, select.POLLIN)
+        self.poll.register(self.wake_r, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poll.poll()}
+            ready = {fd for fd, _ in self.poll.poll()}
+            self.pass_errors_on(ready)
             if self.wake_r in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self.wake_r, 4096)
@@ -98,15 +145,21 @@ class Zygote:
         if op == "fork":
             shared, each = args
             pids = []
-            for fd, own in zip(fds, each, strict=True):
+            for i, (fd, own) in enumerate(zip(fds, each, strict=True)):
+                read, write = os.pipe()
                 pid = os.fork()
                 if pid == 0:
-                    for other in fds:
-                        if other != fd:
-                            with contextlib.suppress(OSError):  # the parent closed the earlier ones
-                                os.close(other)
+                    os.dup2(write, 2)
+                    os.close(write)
+                    os.close(read)
+                    for other in fds[i + 1 :]:  # we closed the earlier ones
+                        os.close(other)
                     self.become_child()
                     return Born(fd, {**shared, **own})
+                os.close(write)
+                errors = self.errors[read] = self.errors_of[pid] = Errors(read)
+                if not self.blocked:
+                    self.poll.register(errors.fd, select.POLLIN)
                 self.children[pid] = own["node"]
                 pids.append((own["node"], pid))
                 os.close(fd)
@@ -130,21 +183,64 @@ class Zygote:
         with contextlib.suppress(OSError):
             send_message(self.control, message)
 
+    def pass_errors_on(self, ready: set[int]) -> None:
+        """What workers wrote to stderr goes to ours, as long as that takes it."""
+        if self.blocked:
+            if 2 in ready:
+                self.blocked = False
+                self.poll.unregister(2)
+                for fd in self.errors:
+                    self.poll.register(fd, select.POLLIN)
+            return
+        for fd in ready & self.errors.keys():
+            if not writable(2):
+                self.blocked = True
+                self.poll.register(2, select.POLLOUT)
+                for each in self.errors:
+                    self.poll.unregister(each)
+                return
+            if not self.errors[fd].pass_on():
+                self.forget_errors(fd)
+
+    def forget_errors(self, fd: int) -> None:
+        del self.errors[fd]
+        if not self.blocked:
+            self.poll.unregister(fd)
+        os.close(fd)
+
+    def last_words(self, pid: int) -> str:
+        """The end of what a dead worker wrote; passes on what is still in the pipe, if that does not block."""
+        errors = self.errors_of.pop(pid, None)
+        if errors is None:
+            return ""
+        for _ in range(64):
+            if errors.fd not in self.errors or not errors.waiting() or not writable(2):
+                break
+            if not errors.pass_on():
+                self.forget_errors(errors.fd)
+        return errors.tail()
+
     def reap(self) -> None:
-        """Reports each child that ended, and ends what is left of its process group."""
-        ended = []
+        """Reports each child that ended or was frozen, and ends what is left of a dead one's process group."""
+        ended, frozen = [], []
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             except ChildProcessError:
                 break
             if pid == 0:
                 break
+            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+                if pid in self.children:
+                    frozen.append((self.children[pid], os.WIFSTOPPED(status)))
+                continue
             node = self.children.pop(pid, None)
             if node is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
-                ended.append((node, pid, status))
+                ended.append((node, pid, status, self.last_words(pid)))
+        if frozen:
+            self.tell("frozen", frozen)
         if ended:
             self.tell("exit", ended)
 
@@ -157,6 +253,7 @@ class Zygote:
         for pid in list(self.children):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+            self.last_words(pid)
         if self.folder:
             import shutil
 
@@ -164,6 +261,8 @@ class Zygote:
 
     def become_child(self) -> None:
         self.control.close()
+        for fd in self.errors:
+            os.close(fd)
         os.close(self.wake_r)
         signal.set_wakeup_fd(-1)
         os.close(self.wake_w)

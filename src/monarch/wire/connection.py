@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from monarch.wire import auth
+from monarch.wire import addresses, auth
 from monarch.wire.frames import RELEASE, SHM, Bytes, Frame, FrameError, FrameParser
 from monarch.wire.poller import EDGE, HANGUP, READ, WRITE, Poller
 
@@ -33,14 +33,15 @@ class ConnectionClosed(Exception):
 
 
 class Limits:
-    """What one connection may use: frame size, queued bytes, handshake seconds."""
+    """What one connection may use: frame size, queued bytes, seconds for the handshake, seconds of silence."""
 
-    __slots__ = ("handshake", "max_frame", "send_queue")
+    __slots__ = ("handshake", "max_frame", "send_queue", "silence")
 
-    def __init__(self, max_frame: int, send_queue: int, handshake: float = 10.0) -> None:
+    def __init__(self, max_frame: int, send_queue: int, handshake: float = 10.0, silence: float = 0.0) -> None:
         self.max_frame = max_frame
         self.send_queue = send_queue
         self.handshake = handshake
+        self.silence = silence
 
 
 class Connection:
@@ -69,8 +70,11 @@ class Connection:
         self.peer_pid = 0
         self.closed = False
         self.reason = ""
+        self.heard = 0  #: how often something arrived
         self._poller = poller
         self._sock = sock
+        if limits.silence:
+            addresses.keep_alive(sock, limits.silence)
         self._fd = sock.fileno()
         self._limits = limits
         self._parser = FrameParser(limits.max_frame)
@@ -206,6 +210,7 @@ class Connection:
     def _read(self, event: int) -> None:
         """Reads all there is. Two threads may get events for one socket: the first reads for both."""
         self._unread |= event
+        self.heard += 1
         while self._unread and self._reading.acquire(blocking=False):
             try:
                 event, self._unread = self._unread, 0
@@ -345,6 +350,10 @@ class Connection:
     def _too_slow(self) -> None:
         if self._stage != 2:
             self.close("handshake timed out")
+
+    def keep_alive(self, seconds: float) -> None:
+        """The kernel closes a connection whose other machine is silent for that long; 0 leaves its defaults."""
+        addresses.keep_alive(self._sock, seconds)
 
     def drain(self) -> None:
         """Reads what a dead process left in the socket, then closes."""

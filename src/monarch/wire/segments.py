@@ -69,9 +69,7 @@ class SegmentPool:
         for start, n, part in zip(starts, lengths, parts, strict=True):
             segment.view[start : start + n] = memoryview(part).cast("B") if n else b""
         head = TICKET.pack(os.getpid(), segment.fd, segment.id, segment.capacity, len(parts), len(borrowers))
-        return head + struct.pack(
-            f"<{2 * len(parts)}Q", *starts, *lengths
-        )
+        return head + struct.pack(f"<{2 * len(parts)}Q", *starts, *lengths)
 
     def _take(self, size: int, borrowers: Sequence[int]) -> Segment | None:
         capacity = max(1 << 16, 1 << (size - 1).bit_length())
