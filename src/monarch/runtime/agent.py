@@ -149,6 +149,8 @@ class HostAgent:
             "attach": self.attach,
             "release_host": self.release_host,
             "pulse": self.show_life,
+            "pids": self.pids,
+            "signal_procs": self.signal_procs,
             "alive": lambda frame: None,
         }
         node.on_node_down.append(self._after_death)
@@ -510,6 +512,17 @@ class HostAgent:
         if conn is not None:
             conn.keep_alive(float(store.effective("mesh_orphan_timeout") or 0.0))
         self.node.reply(frame, 0, (b"", pickling.dumps(True).stream()))
+
+    # -- for tests: see monarch.testing
+
+    def pids(self, frame: Frame, name: int, nodes: list[int]) -> None:
+        """node -> pid, for those of `nodes` that live. `name` is what the asker calls this host."""
+        found = {n: p.pid for n in nodes if (p := self.processes.get(n)) is not None}
+        self.node.reply(frame, 0, (b"", pickling.dumps((name, found)).stream()))
+
+    def signal_procs(self, frame: Frame, name: int, nodes: list[int], number: int) -> None:
+        self._signal([p for n in nodes if (p := self.processes.get(n)) is not None], number)
+        self.pids(frame, name, nodes)
 
     def show_life(self, frame: Frame) -> None:
         self.node.tell(frame.origin, "alive")

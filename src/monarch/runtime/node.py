@@ -292,13 +292,13 @@ class Node:
             frames = self.dialling.pop(alias, [])
             conn = self._adopt(sock, peer=0, dialled=True, secret=None)
             self.routes[alias] = conn
-            if self.agent is not None:
-                pulse = self.agent.pulse
-                self.poller.post(lambda: pulse.watch(alias, conn))
             for frame in frames:
                 self.routes[frame.dest] = conn
                 with contextlib.suppress(ConnectionClosed):
                     conn.send(frame)
+            if self.agent is not None:  # after the greeting, by which the host learns its name
+                pulse = self.agent.pulse
+                self.poller.post(lambda: pulse.watch(alias, conn))
 
     def dial_failed(self, alias: int, exit: Exit) -> None:
         with self._route_lock:

@@ -18,6 +18,7 @@ from monarch.config import store
 if TYPE_CHECKING:
     from monarch.runtime.node import Node
     from monarch.wire.connection import Connection
+    from monarch.wire.poller import Timer
 
 #: questions without an answer after which a host is lost; asked every `get_proc_state_max_idle / QUESTIONS`
 QUESTIONS = 5
@@ -35,13 +36,13 @@ class Pulse:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.watched: dict[int, _Watched] = {}
-        self._ticking = False
+        self._next: Timer | None = None
 
     def watch(self, host: int, conn: Connection) -> None:
         self.watched[host] = _Watched(conn, -1, 0)
-        if not self._ticking:
-            self._ticking = True
-            self._tick()
+        if self._next is not None:  # the time between questions may have been configured anew
+            self._next.cancel()
+        self._tick()
 
     def _tick(self) -> None:
         limit = float(store.effective("get_proc_state_max_idle"))
@@ -56,6 +57,6 @@ class Pulse:
                 continue
             self.watched[host] = _Watched(conn, conn.heard, unanswered)
             self.node.tell(host, "pulse")
-        self._ticking = bool(self.watched) and not self.node.closing
-        if self._ticking:
-            self.node.poller.call_later(max(limit, 0.05) / QUESTIONS, self._tick)
+        self._next = None
+        if self.watched and not self.node.closing:
+            self._next = self.node.poller.call_later(max(limit, 0.05) / QUESTIONS, self._tick)

@@ -25,7 +25,8 @@ class Address(NamedTuple):
         if self.scheme == "ipc":
             return f"ipc://{self.host}"
         host = f"[{self.host}]" if ":" in self.host else self.host
-        text = f"{self.scheme}://{host}:{self.port}"
+        port = self.port if self.port >= 0 else f"fd{-self.port - 1}"  # an inherited listening socket
+        text = f"{self.scheme}://{host}:{port}"
         return f"{text}@{self.bind}" if self.bind else text
 
 
