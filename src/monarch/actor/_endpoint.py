@@ -17,7 +17,7 @@ from monarch.runtime.errors import SupervisionError
 from monarch.runtime.failure import death_report
 from monarch.runtime.future import Future
 from monarch.runtime.node import NodeDown
-from monarch.runtime.ports import Port
+from monarch.runtime.ports import Port, link_ports
 from monarch.wire import pickling
 from monarch.wire.frames import CALL, Frame
 
@@ -344,7 +344,8 @@ class Endpoint(Generic[P, R]):
             except TypeError as e:
                 raise TypeError(f"{self._mesh._class.__name__}.{self._name}{sig}: {e}") from None
 
-    def _encode(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    def _encode(self, args: Any, kwargs: Any, index: int | None = None) -> tuple[Any, ...]:
+        """The parts of a call to all actors, or to the one at `index`."""
         self._check(args, kwargs)
         meta = self._meta
         if meta is None:
@@ -352,6 +353,10 @@ class Endpoint(Generic[P, R]):
             labels, sizes = mesh._view_dims()
             meta = self._meta = pickling.dump_bytes((self._name, labels, sizes, self._mode, tuple(current_host())))
         payload = dump_call(args, kwargs, self._name)
+        if payload.passengers:
+            mesh = self._mesh
+            nodes = mesh._node_ranks() if index is None else [mesh._target(index)[0]]
+            link_ports(payload.passengers, [(node, mesh._id) for node in nodes], mesh._host_of)
         return (meta, payload.stream(), *payload.buffers)
 
     def _refused(self, args: Any, kwargs: Any) -> Future[Any]:
@@ -363,7 +368,7 @@ class Endpoint(Generic[P, R]):
     def _send_one(self, args: Any, kwargs: Any, index: int) -> Future[Any]:
         if client.has_ended():
             return self._refused(args, kwargs)
-        parts = self._encode(args, kwargs)
+        parts = self._encode(args, kwargs, index)
         mesh = self._mesh
         node = current_node()
         target, rank, host = mesh._target(index)

@@ -23,6 +23,7 @@ from monarch.runtime.client import current_here, current_host, current_node
 from monarch.runtime.failure import Exit
 from monarch.runtime.future import Future
 from monarch.runtime.node import RANK_MASK, Host, Node, NodeDown, new_id
+from monarch.runtime.ports import link_ports
 from monarch.wire import pickling
 from monarch.wire.frames import CONTROL, ERROR, Frame
 
@@ -202,6 +203,8 @@ class ProcMesh(MeshTrait):
             return cell.stop_mesh(ident, lambda: mesh._stop(reason, node))
 
         mesh._owned = Owned(full_name, mesh._display, stop, mesh)
+        if payload.passengers:
+            link_ports(payload.passengers, [(n, ident) for n in ranks], placement.host_of)
         cell.own(ident, ranks, placement.host_of, False, mesh._owned)
         template = Frame(CONTROL, 0, node.id, ident, (b"", body, payload.stream(), *payload.buffers), sender=cell.id)
         for gone, exit in node.cast(list(ranks.items()), template, placement.host_of):

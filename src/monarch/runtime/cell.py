@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from monarch.config import store
@@ -40,6 +40,10 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 instrument: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 #: set by the actor layer: gets source lines from the client, for tracebacks through code that is not on this machine
 fetch_sources: Callable[[BaseException], None] | None = None
+
+
+#: set by ports.py: notes that ports travel to actors [(node, actor)], for their receivers' sake
+link_ports: Callable[[Sequence[Any], Sequence[tuple[int, int]], Any], None] = lambda ports, actors, host_of: None
 
 
 class Spec(NamedTuple):
@@ -191,6 +195,8 @@ class Cell:
         if not frame.reply:
             return
         payload = pickling.dumps(value)
+        if payload.passengers:
+            link_ports(payload.passengers, [(frame.origin, frame.sender or 1)], None)
         self.node.reply(frame, 0, (b"", payload.stream(), *payload.buffers))
 
     def answer_error(self, frame: Frame, error: BaseException, message: str) -> None:
@@ -212,6 +218,7 @@ class Cell:
             self.node.cells.pop(self.id, None)
             self.node.ending[self.id] = self
             self._leave_tree(failed)
+        self.node.actor_ended(self.id, self.report)
         kept, self.kept = list(self.kept.values()), {}
         return self.pending() + kept
 

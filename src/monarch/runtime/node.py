@@ -74,6 +74,9 @@ class Port:
     def node_down_all(self, reason: str) -> None:
         """This node itself is ending."""
 
+    def actor_gone(self, node: int, actor: int, report: str) -> None:
+        """An actor ended that this node asked about (`watch_actor`)."""
+
 
 class Node:
     """See the module's text. One per process, made by `client.start` or in a child by `child.main`."""
@@ -106,7 +109,13 @@ class Node:
         self.closing = False
         self.broken: bytes | None = None  #: pickled ActorError when the bootstrap callable failed
         self.gate: list[tuple[Connection | None, Frame]] | None = None  #: frames held until bootstrap is done
-        self.control: dict[str, Callable[..., None]] = {"down": self._told_down, "address": self._told_address}
+        self.control: dict[str, Callable[..., None]] = {
+            "down": self._told_down,
+            "address": self._told_address,
+            "watch_actor": self._watch_actor,
+            "actor_gone": self._actor_gone,
+        }
+        self.actor_watchers: dict[int, set[int]] = {}  #: actor here -> nodes that want to hear of its end
         self.on_node_down: list[Callable[[int, Exit], None]] = []
         self.on_uplink_lost: Callable[[str], None] = lambda reason: None
         self.aliases: set[int] = set()  #: the names that attached clients gave to this host's agent
@@ -453,6 +462,22 @@ class Node:
             for frame in early:
                 cell.deliver(frame)
             self.cells[key] = cell
+
+    def _watch_actor(self, frame: Frame, actor: int) -> None:
+        report = self.dead_cells.get(actor)
+        if report is not None:
+            self.tell(frame.origin, "actor_gone", actor, report)
+        else:
+            self.actor_watchers.setdefault(actor, set()).add(frame.origin)
+
+    def actor_ended(self, actor: int, report: str) -> None:
+        """An actor of this node ended: those who asked are told, after all that it sent."""
+        for origin in self.actor_watchers.pop(actor, ()):
+            self.tell(origin, "actor_gone", actor, report)
+
+    def _actor_gone(self, frame: Frame, actor: int, report: str) -> None:
+        for port in list(self.ports.values()):
+            port.actor_gone(frame.origin, actor, report)
 
     def _unknown_actor(self, key: int) -> str:
         return f"has status: stopped: there is no such actor in process {self.name} [pid {os.getpid()}]"

@@ -7,9 +7,13 @@ import itertools
 import logging
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from monarch.runtime import cell
 from monarch.runtime.cell import here
+from monarch.runtime.errors import SupervisionError
+from monarch.runtime.failure import Exit
 from monarch.runtime.future import Future
 from monarch.runtime.node import Host, Node, NodeDown
 from monarch.runtime.node import Port as Sink
@@ -25,8 +29,6 @@ def decode(frame: Frame, endpoint: str | None = None) -> Any:
     """The value of a reply; raises what it carries."""
     flags, parts = frame.flags, frame.parts
     if flags & DEAD:
-        from monarch.runtime.errors import SupervisionError
-
         raise SupervisionError(bytes(parts[1]).decode(), endpoint)
     value = pickling.loads(parts[1], parts[2:])
     if flags & ERROR:
@@ -82,6 +84,8 @@ class Port(Generic[R]):
         from monarch.runtime.client import current_node
 
         node = current_node()
+        if payload.passengers:
+            link_ports(payload.passengers, [(self._node, 0)], lambda n: self._host)
         if self._rank is not None:
             flags |= RANKED
         now = here.get()
@@ -155,7 +159,10 @@ class Receiver(Sink, Generic[R]):
     """The queue behind a port. A receive claims the next message when it is first observed."""
 
     def __init__(self, node: Node, once: bool, ranked: bool = False) -> None:
+        #: (node, actor) that the port was sent to -> why it is gone, or ""
+        self._links: dict[tuple[int, int], str] = {}
         self._node_ref = node
+        node.control.setdefault("link_port", lambda frame, *args: _link(node, *args))  # it was passed on elsewhere
         self._once = once
         self._ranked = ranked
         self._lock = threading.Lock()
@@ -189,11 +196,15 @@ class Receiver(Sink, Generic[R]):
 
         def claim() -> None:
             with self._lock:
-                if not self._frames:
+                frame = self._frames.popleft() if self._frames else None
+                gone = "" if frame is not None else self._why_nobody_sends()
+                if frame is None and not gone:
                     self._claims.append(future)
                     return
-                frame = self._frames.popleft()
-            self._give(future, frame)
+            if frame is not None:
+                self._give(future, frame)
+            else:
+                future._settle(error=_nobody_left(gone))
 
         future = Future._make(claim)
         future._on_timeout = self._downgrade
@@ -205,8 +216,98 @@ class Receiver(Sink, Generic[R]):
             if future in self._claims:
                 self._claims[self._claims.index(future)] = weakref.ref(future)
 
+    # -- liveness: the actors that the port was sent to
+
+    def link(self, node: int, actor: int) -> bool:
+        """The port travels to an actor (0: to some code of that process). True when it is a new one."""
+        with self._lock:
+            known = (node, actor) in self._links
+            self._links[node, actor] = ""
+        return not known
+
+    def actor_gone(self, node: int, actor: int, report: str) -> None:
+        if (node, actor) in self._links:
+            self._unlink({(node, actor): report})
+
+    def node_down(self, node: int, exit: Exit) -> None:
+        self._unlink({link: exit.describe() for link in list(self._links) if link[0] == node})
+
+    def node_down_all(self, reason: str) -> None:
+        with self._lock:
+            claims, self._claims = self._claims, collections.deque()
+        _fail(claims, f"nothing will arrive at this receiver: {reason}")
+
+    def _unlink(self, why: dict[tuple[int, int], str]) -> None:
+        with self._lock:
+            for link, report in why.items():
+                self._links[link] = self._links[link] or report or "it ended"
+            gone = self._why_nobody_sends() if why else ""
+            if not gone:
+                return
+            claims, self._claims = self._claims, collections.deque()
+        _fail(claims, gone)
+
+    def _why_nobody_sends(self) -> str:
+        """Why nothing can arrive any more; "" as long as something can. Under the lock."""
+        if not self._links or not all(self._links.values()):
+            return ""
+        reasons = list(dict.fromkeys(self._links.values()))
+        text = f"nothing will arrive at this receiver: all {len(self._links)} actors that its port was sent to are gone"
+        return "\n".join([text, *reasons[:3]])
+
     def close(self) -> None:
         self._node_ref.close_port(self.ident)
+
+
+def _nobody_left(why: str) -> SupervisionError:
+    return SupervisionError(why)
+
+
+def _fail(claims: collections.deque[Any], why: str) -> None:
+    for claim in claims:
+        future = claim() if isinstance(claim, weakref.ref) else claim
+        if future is not None:
+            future._settle(error=_nobody_left(why))
+
+
+def link_ports(ports: Sequence[Any], actors: Sequence[tuple[int, int]], host_of: Callable[[int], Host] | None) -> None:
+    """Ports are about to travel to `actors` [(node, actor id)]: their receivers fail when all of those are gone."""
+    from monarch.runtime.client import current_host, current_node
+
+    node = current_node()
+    for port in ports:
+        for target, actor in actors:
+            host = tuple(host_of(target)) if host_of is not None else ()
+            if port._node == node.id:
+                _link(node, port._id, target, actor, host)
+            else:
+                where = host or tuple(current_host())
+                node.tell(port._node, "link_port", port._id, target, actor, where, host=port._host)
+
+
+def _link(node: Node, ident: int, target: int, actor: int, host: tuple[Any, ...]) -> None:
+    receiver = node.ports.get(ident)
+    if not isinstance(receiver, Receiver) or not receiver.link(target, actor):
+        return
+    where = Host(*host) if host else None
+    exit = node.exit_of(target, where)
+    if exit is not None:
+        receiver.node_down(target, exit)
+        return
+    if actor:
+        node.tell(target, "watch_actor", actor, host=where)
+    watched = node.agent is not None and target in node.agent.processes
+    if target != node.id and not watched:
+        node.tell(node.agent_id, "watch", target, host or (node.agent_id, ""))
+
+
+def _reduce_port(pickler: Any, port: Port[Any]) -> Any:
+    pickler.passengers.append(port)
+    return port.__reduce__()
+
+
+pickling.reducers[Port] = _reduce_port
+cell.link_ports = link_ports
 
 
 def _with_rank(frame: Frame) -> Any:

@@ -43,6 +43,8 @@ class Payload:
 
     __slots__ = ("buffers", "chunks", "nbytes")
 
+    passengers: Sequence[Any] = ()  #: objects whose reducers asked to be remembered (ports)
+
     def __init__(self, chunks: Sequence[Bytes], buffers: Sequence[memoryview] = ()) -> None:
         self.chunks = chunks
         self.buffers = buffers
@@ -50,6 +52,14 @@ class Payload:
 
     def stream(self) -> Bytes:
         return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+
+
+class _WithPassengers(Payload):
+    __slots__ = ("passengers",)
+
+    def __init__(self, chunks: Sequence[Bytes], buffers: Sequence[memoryview], passengers: Sequence[Any]) -> None:
+        super().__init__(chunks, buffers)
+        self.passengers = passengers
 
 
 class _Chunks:
@@ -103,6 +113,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: Any, buffers: list[memoryview] | None) -> None:
         super().__init__(file, _PROTOCOL, buffer_callback=None if buffers is None else _keeper(buffers))
         self.spans: dict[Any, Any] = {}  # for reducers that keep sharing inside one message
+        self.passengers: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -152,6 +163,7 @@ def _cloud_pickler() -> Any:
             def __init__(self, file: Any, buffers: list[memoryview]) -> None:
                 super().__init__(file, _PROTOCOL, buffer_callback=_keeper(buffers))
                 self.spans: dict[Any, Any] = {}
+                self.passengers: list[Any] = []
 
             def reducer_override(self, obj: Any) -> Any:
                 if type(obj) is types.CodeType:
@@ -189,12 +201,16 @@ def dumps(obj: Any) -> Payload:
     obj = _lift(obj)
     buffers: list[memoryview] = []
     out = _Chunks()
+    pickler = _Pickler(out, buffers)
     try:
-        _Pickler(out, buffers).dump(obj)
+        pickler.dump(obj)
     except _NeedsCloudpickle:
         buffers = []
         out = _Chunks()
-        _cloud_pickler()(out, buffers).dump(obj)
+        pickler = _cloud_pickler()(out, buffers)
+        pickler.dump(obj)
+    if pickler.passengers:
+        return _WithPassengers(out.tidy(), buffers, pickler.passengers)
     return Payload(out.tidy(), buffers)
 
 
