@@ -4,8 +4,9 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install -q --disable-pip-version-check
 BENCH ?= ../shared/bench/actor_bench.py
 ROUNDS ?= 3
+MINUTES ?= 3
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench soak clean
 
 demo: .venv/stamp-demo
 	$(PY) -u examples/train_digits.py --out demo.png
@@ -22,6 +23,10 @@ lint: .venv/stamp-dev .venv/stamp-test  # mypy also reads monarch.config.testing
 # make bench PEER=/path/to/python-with-torchmonarch
 bench: .venv/stamp-test
 	$(PY) benchmarks/compare.py --bench $(BENCH) --rounds $(ROUNDS) $(if $(PEER),--peer $(PEER))
+
+# make soak MINUTES=10: processes are killed, frozen and crashed while clients keep calling
+soak: .venv/stamp-test
+	$(PY) benchmarks/soak.py --minutes $(MINUTES)
 
 .venv/stamp:
 	$(PYTHON) -m venv .venv

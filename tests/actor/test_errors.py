@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import re
 import threading
 
 import pytest
@@ -120,7 +121,8 @@ def test_chained_exceptions_are_in_the_text(procs, function, sentence):
         procs().spawn("e", Echo).apply.call_one(function).get(timeout=WAIT)
     text = str(info.value)
     assert sentence in text and "KeyError: 'missing'" in text and function.__name__ in text
-    assert "Traceback of where the remote call failed (most recent call last):" in text
+    head = r"Traceback of where the remote call failed, in .*Echo.*, pid \d+, on \S+ \(most recent call last\):"
+    assert re.search(head, text)
 
 
 def raise_this(error):

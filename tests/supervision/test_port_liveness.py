@@ -213,4 +213,4 @@ def test_receives_that_wait_when_the_client_ends_are_told():
         t.join(30)
         """
     )
-    assert r.stdout == "SupervisionError\n", r.stderr
+    assert r.stdout == "LinkError\n", r.stderr

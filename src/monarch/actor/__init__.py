@@ -56,7 +56,7 @@ from monarch.mesh import Extent, Point, ValueMesh
 from monarch.observe.helpers import get_meter, span, traced, traced_if_watched
 from monarch.runtime import cell as _cell
 from monarch.runtime import client as _client
-from monarch.runtime.errors import ActorError, SupervisionError
+from monarch.runtime.errors import ActorError, LinkError, SupervisionError
 from monarch.runtime.failure import MeshFailure
 from monarch.runtime.future import Future
 from monarch.runtime.ports import Port, PortReceiver, RankedPortReceiver
@@ -80,6 +80,7 @@ __all__ = [
     "Future",
     "HostMesh",
     "Instance",
+    "LinkError",
     "MeshFailure",
     "NotAnEndpoint",
     "Point",

@@ -156,7 +156,8 @@ class ProcMesh(MeshTrait):
 
         `__init__` gets the arguments and runs before the first message. Raises TypeError for arguments that do not
         fit, ValueError for a class that cannot be an actor, what pickling raises for arguments that cannot be sent,
-        RuntimeError when the processes were stopped.
+        RuntimeError when the processes were stopped (or, with `refuse_spawn_on_failed_procs`, when an actor that this
+        program owns failed on one of them).
         """
         if not isinstance(name, str):
             raise TypeError(f"spawn: name must be a string, not {type(name).__name__}")
@@ -198,6 +199,14 @@ class ProcMesh(MeshTrait):
         shape = Shape(list(labels), Slice.new_row_major(list(sizes)))
         mesh: ActorMesh[T] = ActorMesh(actual, name, full_name, ident, placement, shape, cell.display, (labels, sizes))
         ranks = mesh._node_ranks()
+        if store.effective("refuse_spawn_on_failed_procs"):
+            poisoned = sorted(rank for n, rank in ranks.items() if n in node.tree.poisoned)
+            if poisoned:
+                raise RuntimeError(
+                    f"error spawning actor mesh {name!r}: Cannot spawn new actors on mesh with supervision events: an "
+                    f"actor failed on ranks {poisoned}. Spawn on a slice without them or on new processes, or leave "
+                    "refuse_spawn_on_failed_procs off"
+                )
 
         def stop(reason: str) -> Future[None]:
             return cell.stop_mesh(ident, lambda: mesh._stop(reason, node))

@@ -61,6 +61,13 @@ def _rows() -> list[Key]:
         Key("busy_wait", "d", 150e-6, "MONARCH_BUSY_WAIT", "awake this long before a wait sleeps; 0s is never"),
         Key("send_queue_limit", "i", 256 << 20, "MONARCH_SEND_QUEUE_LIMIT", "bytes queued per connection", True),
         Key("shm_threshold", "i", 64 << 10, "MONARCH_SHM_THRESHOLD", "least bytes to go by shared memory", True),
+        Key(
+            "refuse_spawn_on_failed_procs",
+            "b",
+            False,
+            "MONARCH_REFUSE_SPAWN_ON_FAILED_PROCS",
+            "no new actors on a process whose actor failed",
+        ),
         Key("shm_pool_limit", "i", 1 << 30, "MONARCH_SHM_POOL_LIMIT", "bytes of shared memory a process may hold"),
     ]
     plain: list[tuple[str, str, Any]] = [

@@ -263,6 +263,7 @@ class HostAgent:
             "mesh": order["mesh"],
             "root": order["root"],
             "version": order["version"],
+            "tail_log_lines": int(store.effective("tail_log_lines")),
             "has_bootstrap": bool(len(frame.parts) > 2),
             "die_with_parent": bool(store.effective("mesh_bootstrap_enable_pdeathsig")),
         }

@@ -200,7 +200,7 @@ class Cell:
         self.node.reply(frame, 0, (b"", payload.stream(), *payload.buffers))
 
     def answer_error(self, frame: Frame, error: BaseException, message: str) -> None:
-        self.node.reply(frame, ERROR, (b"", dump_error(error, message)))
+        self.node.reply(frame, ERROR, (b"", dump_error(error, message, f"{self.display}, {self.node.who()}")))
 
     def call_name(self, view: View) -> str:
         return f"{self.spec.name}.{view.method}"
@@ -211,14 +211,13 @@ class Cell:
             if self.state in ("failed", "stopped"):
                 return []
             self.state = "failed" if failed else "stopped"
-            self.report = death_report(self.display, reason) if failed else (
+            self.report = death_report(self.display, reason, self.node.who()) if failed else (
                 f"{self.display} has status: stopped: {reason}"
             )  # fmt: skip
             self.node.dead_cells[self.id] = self.report
             self.node.cells.pop(self.id, None)
             self.node.ending[self.id] = self
             self._leave_tree(failed)
-        self.node.actor_ended(self.id, self.report)
         kept, self.kept = list(self.kept.values()), {}
         return self.pending() + kept
 
@@ -240,7 +239,9 @@ class Cell:
     def tell_owner(self, cause: str, chain: str = "", again: bool = False) -> None:
         """Reports this actor's failure. `again`: one that counts though the actor's end is known (its cleanup's)."""
         spec = self.spec
-        failure = MeshFailure(spec.full_name, [self.rank], self.display, cause, chain=chain)
+        failure = MeshFailure(
+            spec.full_name, [self.rank], self.display, cause, chain=chain, where=self.node.who()
+        )
         from monarch.runtime.node import Host
 
         key = self.reported_mesh()
@@ -310,12 +311,19 @@ class Cell:
         self.post_event(failure)
 
 
-def dump_error(error: BaseException, message: str) -> bytes:
-    """An ActorError, pickled. An exception that does not survive pickling is replaced by a stand-in."""
+def dump_error(error: BaseException, message: str, where: str = "") -> bytes:
+    """An ActorError, pickled. An exception that does not survive pickling is replaced by a stand-in.
+
+    `where` (actor, process, host) goes into the head of the last traceback.
+    """
     error.__traceback__ = without_our_frames(error.__traceback__)
     if fetch_sources is not None:
         fetch_sources(error)
     wrapped = ActorError(error, message)
+    if where:
+        before, head, after = wrapped.exception_formatted.rpartition(ActorError.HEAD)
+        if head:
+            wrapped.exception_formatted = f"{before}{head}, in {where}{after}"
     try:
         data = pickling.dump_bytes(wrapped)
         if type(error).__module__ != "builtins":

@@ -4,6 +4,7 @@ Exception
 |-- ActorError                  an endpoint raised; the actor is alive
 |-- RuntimeError
     |-- SupervisionError        the addressee is dead or stopped; it will never answer
+    |   |-- LinkError           nobody is left who could send to this receiver (a TimeoutError too)
     |-- WouldBlockRuntime       waiting here would block the runtime itself
 MeshFailure                     not an exception: what an owner is told about a failure (failure.py)
 """
@@ -21,13 +22,14 @@ class ActorError(Exception):
     taken when the error was made, so it reads the same after travelling).
     """
 
+    HEAD = "Traceback of where the remote call failed"
+
     def __init__(self, exception: BaseException, message: str = "A remote actor call has failed.") -> None:
         super().__init__(exception, message)
         self.exception = exception
         self.message = message
         self.exception_formatted = "".join(traceback.format_exception(exception)).replace(
-            "Traceback (most recent call last)",
-            "Traceback of where the remote call failed (most recent call last)",
+            "Traceback (most recent call last)", f"{self.HEAD} (most recent call last)"
         )
 
     def __str__(self) -> str:
@@ -70,6 +72,22 @@ class SupervisionError(RuntimeError):
         if self.endpoint:
             return f"Endpoint call {self.endpoint} failed, {self.message}"
         return self.message
+
+
+class LinkError(TimeoutError, SupervisionError):
+    """A receive can never succeed: all actors that the port was sent to are gone, and nothing is left in the queue.
+
+    A TimeoutError too: for a receive with a timeout, the wait is merely over early.
+    """
+
+    def __init__(self, message: str) -> None:
+        SupervisionError.__init__(self, message)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.message,)
 
 
 class WouldBlockRuntime(RuntimeError):

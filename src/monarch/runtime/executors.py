@@ -85,6 +85,7 @@ class _Running(Cell):
     def _finish(self) -> None:
         self.obj = None
         self.node.tree.closed(self.id)
+        self.node.actor_ended(self.id, self.report)
         self.node.ending.pop(self.id, None)
         self.stopped._settle(None)
 

@@ -62,17 +62,19 @@ class Exit(NamedTuple):
         return self.kind != "stopped"
 
 
-def death_report(display: str, reason: str) -> str:
-    """The text that `report()` and `SupervisionError` show for a dead actor."""
-    return f"The actor {display} and all its descendants have failed:\n" + textwrap.indent(reason.rstrip(), "    ")
+def death_report(display: str, reason: str, where: str = "") -> str:
+    """The text that `report()` and `SupervisionError` show for a dead actor. `where`: its process, for people."""
+    text = reason.rstrip() + (f"\n[{where}]" if where else "")
+    return f"The actor {display} and all its descendants have failed:\n" + textwrap.indent(text, "    ")
 
 
 class MeshFailure:
     """One failure, as its owner is told. Read-only, picklable.
 
     `mesh_name` is the unique name of the failing mesh, `<spawn name>-<suffix>`; `crashed_ranks` are ranks in the
-    whole mesh; `cause` is the reason alone; `exit_code` and `signal` are set when a process ended;
-    `occurred_at` is an aware datetime.
+    whole mesh; `cause` is the reason alone; `where` names the process (its name, pid and host) when an actor failed
+    in one that goes on; `mesh` is the handle, when the owner still has it; `exit_code` and `signal` are
+    set when a process ended; `occurred_at` is an aware datetime.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class MeshFailure:
         exit: Exit | None = None,
         chain: str = "",
         mesh: Any = None,
+        where: str = "",
     ) -> None:
         self.mesh_name = mesh_name
         self.crashed_ranks = list(crashed_ranks)
@@ -95,10 +98,11 @@ class MeshFailure:
         self.signal = exit.code if exit is not None and exit.kind == "killed" else None
         self.occurred_at = datetime.datetime.now(datetime.timezone.utc)
         self.mesh = mesh
+        self.where = where
 
     def report(self) -> str:
         """A report for people, root cause included."""
-        text = death_report(self.display, self.cause)
+        text = death_report(self.display, self.cause, self.where)
         return f"{self.chain}\n{text}" if self.chain else text
 
     def __repr__(self) -> str:

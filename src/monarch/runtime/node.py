@@ -126,6 +126,10 @@ class Node:
         self._early_lock = threading.Lock()
         self._route_lock = threading.Lock()
 
+    def who(self) -> str:
+        """This process, for people."""
+        return f"process {self.name}, pid {os.getpid()}, on {socket.gethostname()}"
+
     # -- ports
 
     def open_port(self, port: Port) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from monarch.runtime import cell
 from monarch.runtime.cell import here
-from monarch.runtime.errors import SupervisionError
+from monarch.runtime.errors import LinkError, SupervisionError
 from monarch.runtime.failure import Exit
 from monarch.runtime.future import Future
 from monarch.runtime.node import Host, Node, NodeDown
@@ -204,7 +204,7 @@ class Receiver(Sink, Generic[R]):
             if frame is not None:
                 self._give(future, frame)
             else:
-                future._settle(error=_nobody_left(gone))
+                future._settle(error=LinkError(gone))
 
         future = Future._make(claim)
         future._on_timeout = self._downgrade
@@ -259,15 +259,11 @@ class Receiver(Sink, Generic[R]):
         self._node_ref.close_port(self.ident)
 
 
-def _nobody_left(why: str) -> SupervisionError:
-    return SupervisionError(why)
-
-
 def _fail(claims: collections.deque[Any], why: str) -> None:
     for claim in claims:
         future = claim() if isinstance(claim, weakref.ref) else claim
         if future is not None:
-            future._settle(error=_nobody_left(why))
+            future._settle(error=LinkError(why))
 
 
 def link_ports(ports: Sequence[Any], actors: Sequence[tuple[int, int]], host_of: Callable[[int], Host] | None) -> None:

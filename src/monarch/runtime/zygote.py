@@ -55,11 +55,11 @@ class Errors:
     """The read end of one worker's stderr: passed on, and its last lines kept."""
 
     CHUNK = select.PIPE_BUF  # a pipe that is writable takes this much without blocking
-    LINES, WIDTH = 12, 300
+    LINES, WIDTH = 12, 300  # when `tail_log_lines` is 0
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, lines: int) -> None:
         os.set_blocking(fd, False)
-        self.fd = fd
+        self.fd, self.lines = fd, lines or self.LINES
         self._kept = b""
 
     def pass_on(self) -> bool:
@@ -71,7 +71,7 @@ class Errors:
         except OSError:
             return False
         if data:
-            self._kept = (self._kept + data)[-self.LINES * self.WIDTH :]
+            self._kept = (self._kept + data)[-self.lines * self.WIDTH :]
             with contextlib.suppress(OSError):
                 os.write(2, data)
         return bool(data)
@@ -80,9 +80,12 @@ class Errors:
         return bool(select.select([self.fd], [], [], 0)[0])
 
     def tail(self) -> str:
-        """The last lines, without empty ones."""
-        lines = [line.rstrip()[: self.WIDTH] for line in self._kept.decode(errors="replace").splitlines()]
-        return "\n".join([line for line in lines if line][-self.LINES :])
+        """The last lines, without empty ones; from the beginning of a report of a crash, when there is one."""
+        text = self._kept.decode(errors="replace")
+        crash = text.rfind("Fatal Python error: ")
+        lines = [line.rstrip()[: self.WIDTH] for line in text[max(crash, 0) :].splitlines()]
+        lines = [line for line in lines if line]
+        return "\n".join(lines[: self.lines] if crash >= 0 else lines[-self.lines :])
 
 
 def writable(fd: int) -> bool:
@@ -157,7 +160,7 @@ class Zygote:
                     self.become_child()
                     return Born(fd, {**shared, **own})
                 os.close(write)
-                errors = self.errors[read] = self.errors_of[pid] = Errors(read)
+                errors = self.errors[read] = self.errors_of[pid] = Errors(read, shared["tail_log_lines"])
                 if not self.blocked:
                     self.poll.register(errors.fd, select.POLLIN)
                 self.children[pid] = own["node"]
