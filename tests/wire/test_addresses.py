@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch.wire import addresses
 from monarch.wire.addresses import Address, dial, listen, parse, private_folder, remove_folder, same_user
 
 
@@ -95,3 +96,18 @@ def test_the_socket_folder_is_for_this_user_only():
     finally:
         remove_folder(folder)
     assert not os.path.exists(folder)
+
+
+def test_keepalive_is_left_to_the_kernels():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+        addresses.tune(sock)
+        addresses.keep_alive(sock, 50.0)
+        get = sock.getsockopt
+        assert get(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert get(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == get(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 10
+        assert get(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4
+        assert get(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 50_000
+
+
+def test_the_address_of_an_inherited_socket_reads_back():
+    assert str(addresses.parse("tcp://127.0.0.1:fd7")) == "tcp://127.0.0.1:fd7"
