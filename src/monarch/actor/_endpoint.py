@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec,
 from monarch.actor import _values
 from monarch.runtime import client
 from monarch.runtime.calls import ManyCall, OneCall, StreamCall, ended, gone
+from monarch.runtime.cell import SURELY_FITS, check_size
 from monarch.runtime.client import current_here, current_host, current_node
 from monarch.runtime.errors import SupervisionError
 from monarch.runtime.failure import death_report
@@ -290,8 +291,10 @@ class Endpoint(Generic[P, R]):
         return self._send_one(args, kwargs, 0)
 
     def choose(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """One actor, picked uniformly at random."""
-        return self._send_one(args, kwargs, random.randrange(self._mesh._count))
+        """One actor, picked uniformly at random. SupervisionError when any of them is known to be dead, as with `call`:
+        choose from a slice of the healthy ones."""
+        dead = self._mesh._known_dead()
+        return self._send_one(args, kwargs, random.randrange(self._mesh._count) if dead is None else dead)
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[Future[R]]:
         """Every actor; yields one future per actor, which complete in the order of the answers."""
@@ -353,6 +356,8 @@ class Endpoint(Generic[P, R]):
             labels, sizes = mesh._view_dims()
             meta = self._meta = pickling.dump_bytes((self._name, labels, sizes, self._mode, tuple(current_host())))
         payload = dump_call(args, kwargs, self._name)
+        if payload.nbytes > SURELY_FITS:
+            check_size(payload, current_here().cell, self._label())
         if payload.passengers:
             mesh = self._mesh
             nodes = mesh._node_ranks() if index is None else [mesh._target(index)[0]]
@@ -386,7 +391,7 @@ class Endpoint(Generic[P, R]):
             except NodeDown as e:
                 exit = e.exit
         node.close_port(port.ident)
-        port.future._settle(error=gone(exit, mesh._display_of(target), label))
+        port.future._settle(error=gone(mesh._exit(target, exit), mesh._display_of(target), label))
         return port.future
 
     def _cast(self, node: Any, ranks: dict[int, int], parts: Any, reply: int, port: Any) -> None:
@@ -394,7 +399,7 @@ class Endpoint(Generic[P, R]):
         template = Frame(CALL, 0, node.id, mesh._id, parts, reply=reply, sender=current_here().cell.id)
         for target, exit in node.cast(list(ranks.items()), template, mesh._host_of):
             if port is not None:
-                port.node_down(target, exit)
+                port.node_down(target, mesh._exit(target, exit))
 
     def __reduce__(self) -> Any:
         raise TypeError("cannot pickle an endpoint: send the mesh, and look the endpoint up there")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from monarch.actor._endpoint import Endpoint, EndpointProperty, NotAnEndpoint
 from monarch.mesh import MeshTrait, Shape, Slice
 from monarch.runtime.cell import Owned, describe
+from monarch.runtime.client import current_node
 from monarch.runtime.failure import Exit
 from monarch.runtime.future import Future
 from monarch.runtime.node import Host, Node, Port
@@ -87,6 +88,7 @@ class ActorMesh(MeshTrait, Generic[T]):
         self._stopped: Future[None] | None = None
         self._ranks_cache: dict[int, int] | None = None
         self._endpoints: dict[str, Any] = {}
+        self._unplaced: dict[int, Exit] = {}  #: processes that were known to be dead when it was spawned
 
     # -- mesh
 
@@ -99,10 +101,12 @@ class ActorMesh(MeshTrait, Generic[T]):
         return self._shape.labels
 
     def _new_with_shape(self, shape: Shape) -> ActorMesh[T]:
-        return ActorMesh(
+        out: ActorMesh[T] = ActorMesh(
             self._class, self._mesh_name, self._full_name, self._id, self._placement, shape, self._parent,
             self._spawn_dims,
         )  # fmt: skip
+        out._unplaced = self._unplaced
+        return out
 
     @property
     def __name__(self) -> str:
@@ -162,6 +166,24 @@ class ActorMesh(MeshTrait, Generic[T]):
             ranks = self._ranks_cache = {place(whole): i for i, whole in enumerate(self._shape.ndslice)}
         return ranks
 
+    def _known_dead(self) -> int | None:
+        """The dense position of a rank of this view that this process knows to be dead; None when it knows of none."""
+        node = current_node()
+        ranks = self._node_ranks() if node.down or self._owned_failures(node) else {}
+        for target in node.down.keys() & ranks.keys():
+            return ranks[target]
+        failed = self._owned_failures(node)
+        return next((i for i, whole in enumerate(self._shape.ndslice) if whole in failed), None) if failed else None
+
+    def _owned_failures(self, node: Node) -> set[int]:
+        return node.tree.failures_of(self._id)
+
+    def _exit(self, target: int, exit: Exit) -> Exit:
+        """`exit`, said as a failed placement when that process was dead before this mesh was spawned."""
+        if target in self._unplaced and not exit.before:
+            return exit._replace(before="error spawning actor mesh: statuses: ")
+        return exit
+
     def _view_dims(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         return tuple(self._shape.labels), tuple(self._shape.ndslice.sizes)
 
@@ -180,9 +202,18 @@ class ActorMesh(MeshTrait, Generic[T]):
 
     @property
     def initialized(self) -> Future[None]:
-        """Done when the actors exist on their processes; does not wait for `__init__`."""
+        """Done when the actors exist on their processes; does not wait for `__init__`.
+
+        RuntimeError when a process was known to be dead at the spawn, or did not start.
+        """
         out: Future[None] = Future._make()
         ready = self._placement.ready()
+        if self._unplaced:
+            statuses = "; ".join(
+                f"rank {self._placement.rank_of(n)}: {exit.describe()}" for n, exit in self._unplaced.items()
+            )
+            out._settle(error=RuntimeError(f"error spawning actor mesh: statuses: {statuses}"))
+            return out
         if ready is None:
             return Future._of(None)
 

@@ -17,7 +17,7 @@ from monarch.config import store
 from monarch.mesh import MeshTrait, Shape, Slice
 from monarch.runtime import client
 from monarch.runtime.calls import ManyCall
-from monarch.runtime.cell import Owned
+from monarch.runtime.cell import SURELY_FITS, Owned, check_size
 from monarch.runtime.child import react_to_death
 from monarch.runtime.client import current_here, current_host, current_node
 from monarch.runtime.failure import Exit
@@ -212,11 +212,14 @@ class ProcMesh(MeshTrait):
             return cell.stop_mesh(ident, lambda: mesh._stop(reason, node))
 
         mesh._owned = Owned(full_name, mesh._display, stop, mesh)
+        if payload.nbytes > SURELY_FITS:
+            check_size(payload, cell, None)
         if payload.passengers:
             link_ports(payload.passengers, [(n, ident) for n in ranks], placement.host_of)
         cell.own(ident, ranks, placement.host_of, False, mesh._owned)
         template = Frame(CONTROL, 0, node.id, ident, (b"", body, payload.stream(), *payload.buffers), sender=cell.id)
         for gone, exit in node.cast(list(ranks.items()), template, placement.host_of):
+            mesh._unplaced[gone] = exit
             react_to_death(node, gone, exit)
         return cast(T, mesh)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.config import store
 from monarch.runtime.cell import dump_error
-from monarch.runtime.failure import Exit
+from monarch.runtime.failure import OWNER_GONE, Exit
 from monarch.runtime.future import Future
 from monarch.runtime.node import RANK_MASK, Host, NodeDown
 from monarch.runtime.pulse import Pulse
@@ -231,7 +231,8 @@ class HostAgent:
 
     def _signal(self, processes: list[Process], number: int) -> None:
         for starter in list(self._starters):
-            pairs = [(p.pid, number) for p in processes if p.pid and p.starter is starter and p.node in self.processes]
+            # by node, not by pid: one whose fork was only just ordered has none yet
+            pairs = [(p.node, number) for p in processes if p.starter is starter and p.node in self.processes]
             if pairs:
                 with self.lock:
                     starter.send(("kill", pairs))
@@ -241,7 +242,13 @@ class HostAgent:
     def spawn_procs(self, frame: Frame, order: dict[str, Any]) -> None:
         """Starts the processes `order["ranks"]` of a mesh; answers once per rank when it is ready or failed."""
         with self.lock:
-            self._spawn(frame, order)
+            exit = self.node.down.get(order["owner"][0])
+            if exit is None:
+                self._spawn(frame, order)
+        if exit is not None:  # its last words arrived after the news of its death
+            error = pickling.dump_bytes(RuntimeError(f"the owner of these processes is gone: {exit.describe()}"))
+            for rank in order["ranks"]:
+                self._answer(frame, rank, error)
 
     def _spawn(self, frame: Frame, order: dict[str, Any]) -> None:
         env = dict(os.environ)
@@ -431,7 +438,7 @@ class HostAgent:
             return  # the user wants processes to outlive an owner that cannot be reached
         owned = [p for p in self.processes.values() if p.owner_node == node]
         for p in owned:
-            p.stopping = p.stopping or "its owner's process ended"
+            p.stopping = p.stopping or OWNER_GONE
         self._signal(owned, signal.SIGKILL)
 
     def connection_lost(self, conn: Connection, nodes: list[int], reason: str) -> None:

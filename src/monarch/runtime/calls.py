@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch.runtime.errors import SupervisionError
-from monarch.runtime.failure import Exit, death_report
+from monarch.runtime.failure import OWNER_GONE, Exit, death_report
 from monarch.runtime.future import Future
 from monarch.runtime.node import Node, Port
 from monarch.runtime.ports import decode
@@ -17,6 +17,8 @@ from monarch.wire.frames import DEAD, ERROR, Frame
 
 def gone(exit: Exit, display: str, endpoint: str) -> SupervisionError:
     """The error for a target whose process is gone."""
+    if exit.detail == OWNER_GONE:
+        exit = exit._replace(detail=f"{OWNER_GONE}, for mesh {endpoint.rpartition('.')[0]}")
     text = exit.describe()
     return SupervisionError(death_report(display, text) if exit.failed else f"{display} {text}", endpoint)
 

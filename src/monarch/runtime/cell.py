@@ -151,6 +151,10 @@ class Cell:
         """Stops after queued messages (at once when not `drain`); the future settles when cleanup is done."""
         raise NotImplementedError
 
+    def when_idle(self, callback: Callable[[], None]) -> None:
+        """Calls back when what is queued now was handled, or when the actor has ended."""
+        callback()
+
     # -- shared by both kinds
 
     def owner(self) -> Owner | None:
@@ -195,6 +199,8 @@ class Cell:
         if not frame.reply:
             return
         payload = pickling.dumps(value)
+        if payload.nbytes > SURELY_FITS:
+            check_size(payload, self, None)
         if payload.passengers:
             link_ports(payload.passengers, [(frame.origin, frame.sender or 1)], None)
         self.node.reply(frame, 0, (b"", payload.stream(), *payload.buffers))
@@ -239,9 +245,7 @@ class Cell:
     def tell_owner(self, cause: str, chain: str = "", again: bool = False) -> None:
         """Reports this actor's failure. `again`: one that counts though the actor's end is known (its cleanup's)."""
         spec = self.spec
-        failure = MeshFailure(
-            spec.full_name, [self.rank], self.display, cause, chain=chain, where=self.node.who()
-        )
+        failure = MeshFailure(spec.full_name, [self.rank], self.display, cause, chain=chain, where=self.node.who())
         from monarch.runtime.node import Host
 
         key = self.reported_mesh()
@@ -309,6 +313,23 @@ class Cell:
         if asks and isinstance(asks[0], Ask):
             failure.mesh = asks[0].mesh.handle.mesh
         self.post_event(failure)
+
+
+#: payloads up to this size are never compared with the limit: no limit is that low
+SURELY_FITS = 4096
+
+
+def check_size(payload: pickling.Payload, sender: Cell, endpoint: str | None) -> None:
+    """SupervisionError for a message over `codec_max_frame_length`: nothing was sent, nobody fails."""
+    size, limit = payload.nbytes + 64, int(store.effective("codec_max_frame_length"))
+    if size > limit:
+        who = f"{sender.display} (RootClientActor)" if sender.display == "<root>" else sender.display
+        raise SupervisionError(
+            f"undeliverable message from {who}: rejecting oversize frame: len={size} > max={limit}. "
+            f"Send less at a time, or raise the limit: configure(codec_max_frame_length=...) before spawn_procs, or "
+            f"HYPERACTOR_CODEC_MAX_FRAME_LENGTH in the environment",
+            endpoint,
+        )
 
 
 def dump_error(error: BaseException, message: str, where: str = "") -> bytes:

@@ -24,7 +24,7 @@ from monarch.config import store
 from monarch.runtime import client
 from monarch.runtime.cell import Cell, Spec, cleanup_limit, dump_error
 from monarch.runtime.executors import AsyncCell, SyncCell
-from monarch.runtime.failure import Exit, MeshFailure
+from monarch.runtime.failure import OWNER_GONE, Exit, MeshFailure
 from monarch.runtime.future import wait_all
 from monarch.runtime.node import Host, Node
 from monarch.runtime.ownership import Ask, End
@@ -175,6 +175,7 @@ class Worker:
         node.name = orders["name"]
         node.on_uplink_lost = self.orphaned
         node.control |= {"spawn": self.spawn, "stop_actor": self.stop_actor, "exit": self.exit, "failure": self.failure}
+        node.control["settle"] = self.settle
         node.on_node_down.append(self.node_down)
         if orders["has_bootstrap"]:
             node.gate = []
@@ -198,6 +199,10 @@ class Worker:
 
     def stop_actor(self, frame: Frame, reason: str) -> None:
         stop_actor(self.node, frame, reason)
+
+    def settle(self, frame: Frame) -> None:
+        """Answers when the actors here have done what is queued now, or ended; bootstraps too."""
+        settle(self.node, frame)
 
     def failure(self, frame: Frame, failure: Any, mesh: int, again: bool) -> None:
         cell = self.node.cells.get(frame.key)
@@ -260,6 +265,25 @@ def stop_actor(node: Node, frame: Frame, reason: str) -> None:
     done._on_ready(lambda: node.reply(frame, 0, (b"", pickle.dumps(None))))
 
 
+def settle(node: Node, frame: Frame) -> None:
+    cells = [c for c in [*node.cells.values(), *node.ending.values()] if not c.stopped.done()]
+    left = len(cells)
+    lock = threading.Lock()
+
+    def one_done() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left <= 0
+        if last:
+            node.reply(frame, 0, (b"", pickle.dumps(None)))
+
+    if not cells:
+        one_done()
+    for cell in cells:
+        cell.when_idle(one_done)
+
+
 def react_to_death(node: Node, dead: int, exit: Exit) -> None:
     """A process ended: owners here are asked about its ranks; actors here that it owned are stopped."""
     with node.tree.lock:
@@ -274,7 +298,7 @@ def react_to_death(node: Node, dead: int, exit: Exit) -> None:
         if isinstance(effect, End):
             if exit.kind == "lost" and store.effective("mesh_orphan_timeout") is None:
                 continue  # the user wants actors to outlive an owner that cannot be reached
-            cell.request_stop("its owner's process ended", drain=False)
+            cell.request_stop(f"{OWNER_GONE}, for mesh {cell.spec.name}", drain=False)
         elif isinstance(effect, Ask):
             owned, rank = effect.mesh.handle, effect.rank
             failure = MeshFailure(owned.name, [rank], owned.display(rank), exit.describe(), exit=exit, mesh=owned.mesh)

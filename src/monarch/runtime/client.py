@@ -10,6 +10,7 @@ import _thread
 import atexit
 import contextlib
 import ctypes
+import logging
 import os
 import queue
 import signal
@@ -17,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +28,7 @@ from monarch.runtime.cell import Cell, Event, Here, Spec, here
 from monarch.runtime.errors import WouldBlockRuntime
 from monarch.runtime.failure import Exit, MeshFailure
 from monarch.runtime.future import Future, wait_all
-from monarch.runtime.node import Host, Node, new_mesh_id
+from monarch.runtime.node import Host, Node, Port, new_mesh_id
 from monarch.runtime.ownership import Owner
 from monarch.wire.frames import Frame
 
@@ -75,7 +77,8 @@ class Root(Cell):
         self.faults: queue.SimpleQueue[MeshFailure | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self.here: Here | None = None
-        self.handling = 0
+        self.handling = 0  #: faults that the hook was not asked about yet, or is being asked about
+        self.handled = threading.Condition()
 
     def deliver(self, frame: Frame) -> None:
         self.node.reply_dead(frame, "the client is not an actor that can be called")
@@ -97,7 +100,8 @@ class Root(Cell):
             return
         if not isinstance(event, MeshFailure):
             event = MeshFailure("<none>", [], self.display, event.report())
-        self.handling += 1
+        with self.handled:
+            self.handling += 1
         self.faults.put(event)
         if self.thread is None:
             self.thread = threading.Thread(target=self._handle_faults, name="monarch-root", daemon=True)
@@ -114,7 +118,9 @@ class Root(Cell):
             except BaseException as e:
                 self._unhandled(failure, e)
             finally:
-                self.handling -= 1
+                with self.handled:
+                    self.handling -= 1
+                    self.handled.notify_all()
 
     def _unhandled(self, failure: MeshFailure, raised: BaseException) -> None:
         code = raised.code if isinstance(raised, SystemExit) else 1
@@ -146,10 +152,12 @@ def _take_fault_signal() -> None:
 
 def interrupt_main(code: int) -> None:
     """Ends the program: raises UnhandledFault in the main thread, out of whatever it waits for."""
-    global _fault_code
+    global _fault_code, _exit_status
     _fault_code = code
     main = threading.main_thread()
-    if not _have_handler:  # the client was made by another thread: the next bytecode of the main thread raises
+    if _script_over:
+        _exit_status = code
+    elif not _have_handler:  # the client was made by another thread: the next bytecode of the main thread raises
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main.ident or 0), ctypes.py_object(_LateFault))
         _thread.interrupt_main()
     elif main.is_alive():
@@ -157,7 +165,34 @@ def interrupt_main(code: int) -> None:
 
 
 def _on_fault(number: int, stack: Any) -> None:
-    raise UnhandledFault(_fault_code)
+    global _exit_status
+    if _script_over:  # raised here it would end nothing any more, only be printed
+        _exit_status = _fault_code
+    else:
+        raise UnhandledFault(_fault_code)
+
+
+_script_over = False  #: the main thread left the script and waits for other threads, or runs exit handlers
+_exit_status: int | None = None  #: of a fault that came that late
+
+
+def _note_end_of_script() -> None:
+    global _script_over
+    _script_over = True
+
+
+def _leave_with_status() -> None:
+    """Runs after the exit handlers registered since this module was imported. Exits with a late fault's status.
+
+    Nothing but `_exit` can set the status at this point; what the interpreter would still do is done here.
+    """
+    if _exit_status is not None and not _forked:
+        logging.shutdown()
+        weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(_exit_status)
 
 
 def _quiet_fault(kind: Any, value: Any, trace: Any) -> None:
@@ -171,6 +206,12 @@ _previous_hook = sys.excepthook
 def _after_fork() -> None:
     global _forked
     _forked = _node is not None
+
+
+_take_fault_signal()
+atexit.register(_leave_with_status)
+with contextlib.suppress(AttributeError, RuntimeError):  # private, but nothing else tells that the script is over
+    threading._register_atexit(_note_end_of_script)  # type: ignore[attr-defined]
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -371,5 +412,60 @@ def _at_exit() -> None:
     with _lock:
         if _ended is not None:
             return
+    _note_end_of_script()
+    _collect_faults(_node, min(1.0, float(store.effective("cleanup_timeout"))))
+    with _lock:
         done = _ended = Future._make()
     _shut_down(_node, float(store.effective("cleanup_timeout")), done)
+
+
+def _collect_faults(node: Node, budget: float) -> None:
+    """Lets what the script sent last be carried out, and the hook be asked about what fails there."""
+    cell = node.cells.get(ROOT_ACTOR)
+    if not isinstance(cell, Root):
+        return
+    end = time.monotonic() + budget
+    with node.tree.lock:
+        nodes = {n for mesh in node.tree.owned_by(cell.id) for n in mesh.ranks if n not in mesh.gone and n != node.id}
+    wait = Answers(node, nodes)
+    for dest in nodes:
+        if not node.tell(dest, "settle", reply=wait.ident):
+            wait.done(dest)
+    with contextlib.suppress(TimeoutError):
+        wait.future.get(timeout=budget)
+    turn: Future[None] = Future._make()
+    node.poller.post(lambda: done_with(turn))  # the news of a death that was just read is passed on first
+    with contextlib.suppress(TimeoutError):
+        turn.get(timeout=budget)
+    with cell.handled:
+        cell.handled.wait_for(lambda: not cell.handling, max(0.0, end - time.monotonic()) + 1.0)
+
+
+def done_with(turn: Future[None]) -> None:
+    turn._settle(None)
+
+
+class Answers(Port):
+    """Waits until every node answered or is gone."""
+
+    def __init__(self, node: Node, nodes: set[int]) -> None:
+        self.node, self.left = node, set(nodes)
+        self.lock = threading.Lock()
+        self.future: Future[None] = Future._make()
+        self.ident = node.open_port(self)
+        if not self.left:
+            self.future._settle(None)
+
+    def deliver(self, frame: Frame) -> None:
+        self.done(frame.origin)
+
+    def node_down(self, node: int, exit: Exit) -> None:
+        self.done(node)
+
+    def done(self, node: int) -> None:
+        with self.lock:
+            self.left.discard(node)
+            left = len(self.left)
+        if not left:
+            self.node.close_port(self.ident)
+            self.future._settle(None)

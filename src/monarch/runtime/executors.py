@@ -50,6 +50,13 @@ class _Stop:
         self.reason = reason
 
 
+class _Mark:
+    """Queued behind other messages: calls back when they were handled."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback = callback
+
+
 class _Running(Cell):
     """What both kinds share: construction, ending, and the texts."""
 
@@ -89,8 +96,23 @@ class _Running(Cell):
         self.node.ending.pop(self.id, None)
         self.stopped._settle(None)
 
-    def _stop_reason(self, reason: str) -> str:
-        return reason
+    def when_idle(self, callback: Callable[[], None]) -> None:
+        lock = threading.Lock()
+        called = False
+
+        def once() -> None:
+            nonlocal called
+            with lock:
+                if called:
+                    return
+                called = True
+            callback()
+
+        self.stopped._on_ready(once)  # an actor that ends says so after its owner was told of a failure
+        self._queue_mark(_Mark(once))
+
+    def _queue_mark(self, mark: _Mark) -> None:
+        raise NotImplementedError
 
 
 class SyncCell(_Running):
@@ -156,6 +178,10 @@ class SyncCell(_Running):
         self.node.poller.call_later(limit, lambda: self._overdue(reason))
         return self.stopped
 
+    def _queue_mark(self, mark: _Mark) -> None:
+        self._queue.put(mark)
+        self.node.poller.call_guest()
+
     def _overdue(self, reason: str) -> None:
         """A busy endpoint does not hold up a stop for ever; its thread is left behind, the actor is gone."""
         if self.state not in ("failed", "stopped"):
@@ -203,6 +229,8 @@ class SyncCell(_Running):
                     continue
                 if type(item) is Frame:
                     self._invoke(item)
+                elif type(item) is _Mark:
+                    item.callback()
                 else:
                     self._end_reason = (item.reason, False)
                 item = None
@@ -369,6 +397,10 @@ class AsyncCell(_Running):
         self.node.poller.call_later(limit, lambda: self._overdue(reason))
         return self.stopped
 
+    def _queue_mark(self, mark: _Mark) -> None:
+        self._inbox.append(mark)
+        self._on_loop(self._wake)
+
     def _on_loop(self, callback: Callable[[], None]) -> None:
         if self._bridge is not None:
             self._bridge.call(callback)
@@ -471,6 +503,8 @@ class AsyncCell(_Running):
                     await self._invoke(item)
                 finally:
                     self._current = None
+            elif type(item) is _Mark:
+                item.callback()
             else:
                 self._end_reason = (item.reason, False)
 

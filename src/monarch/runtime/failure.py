@@ -7,6 +7,9 @@ import signal
 import textwrap
 from typing import Any, NamedTuple
 
+#: why something was stopped whose owner's process is gone; programs match on the first words
+OWNER_GONE = "timed out reaching controller: the process of its owner ended"
+
 
 class Exit(NamedTuple):
     """How a process ended.
@@ -20,6 +23,7 @@ class Exit(NamedTuple):
     core: bool = False
     who: str = ""  #: process name and pid, for people
     detail: str = ""
+    before: str = ""  #: what the failure was the end of, for people
 
     @classmethod
     def of_status(cls, status: int, stopping: bool, who: str) -> Exit:
@@ -32,6 +36,9 @@ class Exit(NamedTuple):
         return cls("stopped" if stopping else "exited", code, False, who)
 
     def describe(self) -> str:
+        return self.before + self._describe()
+
+    def _describe(self) -> str:
         where = f" [{self.who}]" if self.who else ""
         tail = f"\n{self.detail}" if self.detail else ""
         if self.kind == "killed":

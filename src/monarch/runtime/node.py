@@ -203,7 +203,7 @@ class Node:
             assert host is not None
             conn = self.routes.get(host.agent)
             if conn is None or conn.closed:
-                conn = self.connect(host.address, host.agent, secret=None)
+                conn = self.connect(host.address, 0, secret=None)  # who attached it first chose the name we know
                 self.routes[host.agent] = conn
             self.routes[dest] = conn
             return conn
@@ -388,7 +388,7 @@ class Node:
     # -- on the runtime thread
 
     def _on_frame(self, conn: Connection, frame: Frame) -> None:
-        if frame.origin not in self.routes and frame.origin != self.id:
+        if frame.origin not in self.routes and frame.origin != self.id and not self._is_dead(frame.origin, conn):
             self.routes[frame.origin] = conn
             self.down.pop(frame.origin, None)
         if frame.dest != self.id and frame.dest not in self.aliases:
@@ -400,6 +400,11 @@ class Node:
             self.gate.append((conn, frame))
             return
         self._dispatch(conn, frame)
+
+    def _is_dead(self, origin: int, conn: Connection) -> bool:
+        """`origin` ended, and this is what it had sent before; only those who were merely out of reach come back."""
+        exit = self.down.get(origin)
+        return exit is not None and (exit.kind != "lost" or conn.peer in self.down)
 
     def open_gate(self) -> None:
         """Bootstrap is done: handles what arrived meanwhile, in order."""

@@ -215,6 +215,14 @@ class Tree:
 
     # -- questions
 
+    def failures_of(self, key: int) -> set[int]:
+        """The failed ranks of a mesh that some actor of this process owns; empty for the meshes of others."""
+        for member in self.members.values():
+            mesh = member.owned.get(key)
+            if mesh is not None:
+                return mesh.failed
+        return set()
+
     def on_host(self, host: int) -> set[int]:
         """The processes on another host that meshes owned here need; they are lost when the host is."""
         meshes = [mesh for member in self.members.values() for mesh in member.owned.values()]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from monarch.runtime import cell
-from monarch.runtime.cell import here
+from monarch.runtime.cell import SURELY_FITS, check_size, here
 from monarch.runtime.errors import LinkError, SupervisionError
 from monarch.runtime.failure import Exit
 from monarch.runtime.future import Future
@@ -81,9 +81,11 @@ class Port(Generic[R]):
                 raise RuntimeError("this port takes one value and was already used")
             self._used = True
         payload = pickling.dumps(obj)
-        from monarch.runtime.client import current_node
+        from monarch.runtime.client import current_here, current_node
 
         node = current_node()
+        if payload.nbytes > SURELY_FITS:
+            check_size(payload, current_here().cell, None)
         if payload.passengers:
             link_ports(payload.passengers, [(self._node, 0)], lambda n: self._host)
         if self._rank is not None:

@@ -159,6 +159,8 @@ class Zygote:
                         os.close(other)
                     self.become_child()
                     return Born(fd, {**shared, **own})
+                with contextlib.suppress(OSError):  # the child does it too: whoever comes first, before any kill
+                    os.setpgid(pid, pid)
                 os.close(write)
                 errors = self.errors[read] = self.errors_of[pid] = Errors(read, shared["tail_log_lines"])
                 if not self.blocked:
@@ -168,8 +170,10 @@ class Zygote:
                 os.close(fd)
             self.tell("forked", pids)
         elif op == "kill":
-            for pid, number in args[0]:
-                if pid in self.children:
+            by_node = {node: pid for pid, node in self.children.items()}
+            for node, number in args[0]:
+                pid = by_node.get(node, 0)
+                if pid:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
         elif op == "preload":
