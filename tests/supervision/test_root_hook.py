@@ -250,6 +250,16 @@ def test_a_fault_on_its_way_when_the_script_ends_is_reported(last):
     assert r.returncode == 1 and "Unhandled monarch error on the root actor" in r.stderr
 
 
+def test_a_fault_in_a_process_that_is_slow_to_start_is_awaited_at_the_end_of_the_script():
+    r = program("""
+        slowly = BootstrapCommand("/bin/sh", None, [
+            "-c", 'sleep 1.5; exec "$0" -m monarch._src.actor.bootstrap_main', sys.executable
+        ], {})
+        this_host().spawn_procs(bootstrap_command=slowly).spawn("a", A).die.broadcast(0)
+    """)
+    assert r.returncode == 1 and "Unhandled monarch error on the root actor" in r.stderr
+
+
 def test_a_fault_on_its_way_when_the_script_ends_is_given_to_the_hook():
     r = program("""
         monarch.actor.unhandled_fault_hook = lambda f: print("told", f.crashed_ranks, flush=True)

@@ -201,7 +201,6 @@ class Worker:
         stop_actor(self.node, frame, reason)
 
     def settle(self, frame: Frame) -> None:
-        """Answers when the actors here have done what is queued now, or ended; bootstraps too."""
         settle(self.node, frame)
 
     def failure(self, frame: Frame, failure: Any, mesh: int, again: bool) -> None:
@@ -266,6 +265,8 @@ def stop_actor(node: Node, frame: Frame, reason: str) -> None:
 
 
 def settle(node: Node, frame: Frame) -> None:
+    """Answers twice: `SETTLING` at once, and when the actors here have done what is queued now, or ended."""
+    node.reply(frame, 0, (b"", client.SETTLING))
     cells = [c for c in [*node.cells.values(), *node.ending.values()] if not c.stopped.done()]
     left = len(cells)
     lock = threading.Lock()

@@ -420,17 +420,23 @@ def _at_exit() -> None:
 
 
 def _collect_faults(node: Node, budget: float) -> None:
-    """Lets what the script sent last be carried out, and the hook be asked about what fails there."""
+    """Lets what the script sent last be carried out, and the hook be asked about what fails there.
+
+    Processes that are still starting are given the time they have for that; `budget` counts once they have begun.
+    """
     cell = node.cells.get(ROOT_ACTOR)
     if not isinstance(cell, Root):
         return
-    end = time.monotonic() + budget
     with node.tree.lock:
         nodes = {n for mesh in node.tree.owned_by(cell.id) for n in mesh.ranks if n not in mesh.gone and n != node.id}
-    wait = Answers(node, nodes)
+    known = node.agent.processes if node.agent is not None else {}
+    wait = Answers(node, nodes, {n for n in nodes if n in known and not known[n].ready})
     for dest in nodes:
         if not node.tell(dest, "settle", reply=wait.ident):
             wait.done(dest)
+    with contextlib.suppress(TimeoutError):
+        wait.begun.get(timeout=float(store.effective("host_spawn_ready_timeout")) or None)
+    end = time.monotonic() + budget
     with contextlib.suppress(TimeoutError):
         wait.future.get(timeout=budget)
     turn: Future[None] = Future._make()
@@ -445,24 +451,42 @@ def done_with(turn: Future[None]) -> None:
     turn._settle(None)
 
 
-class Answers(Port):
-    """Waits until every node answered or is gone."""
+#: the first answer to the order "settle": it was taken
+SETTLING = b"settling"
 
-    def __init__(self, node: Node, nodes: set[int]) -> None:
-        self.node, self.left = node, set(nodes)
+
+class Answers(Port):
+    """Waits until every node settled or is gone; and, before that, until those of `starting` have begun to."""
+
+    def __init__(self, node: Node, nodes: set[int], starting: set[int]) -> None:
+        self.node, self.left, self.starting = node, set(nodes), set(starting)
         self.lock = threading.Lock()
+        self.begun: Future[None] = Future._make()
         self.future: Future[None] = Future._make()
         self.ident = node.open_port(self)
+        if not self.starting:
+            self.begun._settle(None)
         if not self.left:
             self.future._settle(None)
 
     def deliver(self, frame: Frame) -> None:
-        self.done(frame.origin)
+        if frame.parts[1] == SETTLING:
+            self.begins(frame.origin)
+        else:
+            self.done(frame.origin)
 
     def node_down(self, node: int, exit: Exit) -> None:
         self.done(node)
 
+    def begins(self, node: int) -> None:
+        with self.lock:
+            self.starting.discard(node)
+            left = len(self.starting)
+        if not left:
+            self.begun._settle(None)
+
     def done(self, node: int) -> None:
+        self.begins(node)
         with self.lock:
             self.left.discard(node)
             left = len(self.left)
