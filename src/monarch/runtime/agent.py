@@ -451,8 +451,9 @@ class HostAgent:
 
             self.node.poller.call_later(1.0, insist)
             return
+        where = f"{conn.address}: " if conn.address else ""
         for node in nodes:
-            self.node.mark_down(node, Exit("lost", detail=f"its host was lost: {reason}"))
+            self.node.mark_down(node, Exit("lost", detail=f"its host was lost: {where}{reason}"))
 
     # -- questions
 

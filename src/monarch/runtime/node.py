@@ -330,7 +330,9 @@ class Node:
         addresses.tune(sock)
         sock.setblocking(False)
         sock.connect_ex(sockaddr)
-        return self._adopt(sock, peer=peer, dialled=True, secret=secret, connecting=True)
+        conn = self._adopt(sock, peer=peer, dialled=True, secret=secret, connecting=True)
+        conn.address = address
+        return conn
 
     def adopt_uplink(self, sock: socket.socket) -> None:
         """The socket this process was born with: the other end is the host's agent."""

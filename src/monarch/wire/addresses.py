@@ -158,3 +158,14 @@ def same_user(sock: socket.socket) -> bool:
 
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return uid in (os.getuid(), 0)
+
+
+def of_peer(sock: socket.socket) -> str:
+    """Where the other end of a connected TCP socket is, as an address; "" for other sockets, and before it is."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return ""
+    try:
+        host, port = sock.getpeername()[:2]
+    except OSError:
+        return ""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
