@@ -9,8 +9,9 @@ from owners import AsyncFrail, Frail, Keeper, Ruin
 from watching import fence, heard, less_than, short_limits
 
 from actors_for_tests import AsyncEcho, Echo
-from conftest import WAIT, wait_until
+from conftest import WAIT, run_script, wait_until
 from monarch.actor import Actor, ActorError, SupervisionError, current_rank, endpoint, this_host
+from monarch.config import configured
 
 KINDS = pytest.mark.parametrize("cls", [Frail, AsyncFrail])
 
@@ -297,3 +298,37 @@ def test_the_text_of_a_failed_placement_says_so(procs, faults):
         late.initialized.get(timeout=WAIT)
     with pytest.raises(RuntimeError, match="error spawning actor mesh: statuses:"):
         late.echo.call_one(1).get(timeout=WAIT)
+
+
+def test_new_actors_on_a_process_with_a_failed_one_can_be_refused(procs, faults):
+    p = procs(2)
+    p.spawn("m", Frail).slice(gpus=1).ruin.broadcast()
+    wait_until(lambda: faults)
+    with configured(refuse_spawn_on_failed_procs=True):
+        with pytest.raises(RuntimeError, match="Cannot spawn new actors on mesh.*ranks \\[1\\]"):
+            p.spawn("late", Echo)
+        assert p.slice(gpus=0).spawn("part", Echo).echo.call_one(2).get(timeout=WAIT) == 2
+
+
+@pytest.mark.slow
+def test_600_calls_outlive_a_lock_held_for_15_seconds():
+    r = run_script(
+        """
+        from actors_for_tests import Echo
+        from monarch.actor import this_host
+        from monarch.testing import hold_gil
+        p = this_host().spawn_procs()
+        e = p.spawn("e", Echo)
+        e.echo.call_one(0).get(timeout=30)
+        held = hold_gil(p, 15)
+        calls = [e.echo.call_one(i) for i in range(600)]
+        assert [c.get(timeout=60) for c in calls] == list(range(600))
+        held.get(timeout=30)
+        print("answered")
+        """,
+        timeout=90,
+        PYTHONPATH=os.path.dirname(os.path.dirname(__file__)),
+        HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE="1s",
+        HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE="2s",
+    )
+    assert (r.returncode, r.stdout) == (0, "answered\n"), r.stderr
