@@ -6,7 +6,7 @@ import os
 import threading
 import time
 
-from monarch.actor import Actor, concurrent_endpoint, context, endpoint
+from monarch.actor import Actor, Channel, concurrent_endpoint, context, endpoint
 
 
 class Echo(Actor):
@@ -53,6 +53,13 @@ class Echo(Actor):
 
     def helper(self, x):
         return x + 1
+
+
+class PortMaker(Actor):
+    @endpoint
+    def make(self):
+        port, self.receiver = Channel.open()
+        return port
 
 
 class AsyncEcho(Actor):

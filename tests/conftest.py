@@ -12,6 +12,7 @@ import time
 import pytest
 
 import monarch.actor
+from actors_for_tests import PortMaker
 from monarch.actor import this_host
 from monarch.runtime import client
 
@@ -62,6 +63,19 @@ def procs(nothing_left):
     yield spawn
     for mesh in made:
         mesh.stop().get(timeout=WAIT)
+
+
+def a_dead_port(procs):
+    """A port whose receiver's process is gone."""
+    p = procs()
+    port = p.spawn("maker", PortMaker).make.call_one().get(timeout=WAIT)
+    p.stop().get(timeout=WAIT)
+    return port
+
+
+@pytest.fixture
+def dead_port(procs):
+    return a_dead_port(procs)
 
 
 def run_script(body: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess:

@@ -17,13 +17,6 @@ from monarch.actor import Actor, ActorError, Channel, Port, SupervisionError, co
 from monarch.runtime.ports import Port as PortClass
 
 
-class PortMaker(Actor):
-    @endpoint
-    def make(self):
-        port, self.receiver = Channel.open()
-        return port
-
-
 class Sender(Actor):
     @endpoint
     def send_to(self, port):
@@ -62,14 +55,6 @@ class ForgivingAsync(Actor):
         await self.go.wait()  # a slow handler does not hold up messages
         self.told.send(("async", str(context().actor_instance), envelope.sender(), envelope.error_msg()))
         return True
-
-
-@pytest.fixture
-def dead_port(procs):
-    p = procs()
-    port = p.spawn("maker", PortMaker).make.call_one().get(timeout=WAIT)
-    p.stop().get(timeout=WAIT)
-    return port
 
 
 @pytest.mark.parametrize("cls", [Forgiving, ForgivingAsync])

@@ -186,5 +186,9 @@ class Heedless(Actor):
     def ping(self):
         return "pong"
 
+    @endpoint
+    def pid(self):
+        return os.getpid()
+
 
 KEEPERS = [Keeper, AsyncKeeper, MixedKeeper]

@@ -1,20 +1,18 @@
 """The table of `docs/guide/fault_tolerance.md`, row by row: who is told, what a caller gets, what the text has."""
 
 import contextlib
-import ctypes
 import os
 import re
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from owners import Frail, Heedless
+from owners import Frail, Heedless, Keeper
 from watching import fence
 
-from conftest import WAIT, wait_until
-from monarch.actor import ActorError, Channel, Port, SupervisionError, endpoint
+from conftest import WAIT, a_dead_port, wait_until
+from monarch.actor import ActorError, Port, SupervisionError, endpoint
 from monarch.config import configured
 from monarch.testing import freeze, kill, local_hosts
 
@@ -45,26 +43,9 @@ class Subject(Frail):
         raise ValueError("boom")
 
     @endpoint
-    def exits(self):
-        sys.exit(4)
-
-    @endpoint
     def ends(self, code):
         print("out of luck", file=sys.stderr, flush=True)
         os._exit(code)
-
-    @endpoint
-    def crashes(self):
-        ctypes.string_at(0)
-
-    @endpoint
-    def waits(self):
-        time.sleep(WAIT)
-
-    @endpoint
-    def make_port(self):
-        port, self.receiver = Channel.open()
-        return port
 
     @endpoint
     def send_to(self, port: Port):
@@ -76,19 +57,21 @@ class Unclean(Subject):
         raise ValueError("boom")
 
 
-class RaisingOwner(Heedless):
-    def __supervise__(self, failure):
-        raise ValueError("boom")
-
-
 def one(procs, cls=Subject, *args):
     """The second of two ranks of a mesh called `trainer`."""
     return procs(2).spawn("trainer", cls, *args).slice(gpus=1)
 
 
-def call(ep, *args):
-    with contextlib.suppress(Exception):
-        ep.call_one(*args).get(timeout=WAIT)
+def calls(method, *args):
+    """A case: the method is called, and answers or not."""
+
+    def case(procs):
+        m = one(procs)
+        with contextlib.suppress(Exception):
+            getattr(m, method).call_one(*args).get(timeout=WAIT)
+        return m
+
+    return case
 
 
 def broadcast(procs):
@@ -97,65 +80,16 @@ def broadcast(procs):
     return m
 
 
-def answered(procs):
-    return one(procs)
-
-
-def explicit_port(procs):
-    m = one(procs)
-    call(m.raises_with_a_port)
-    return m
-
-
-def base_exception(procs):
-    m = one(procs)
-    call(m.exits)
-    return m
-
-
-def init(procs):
-    return procs(2).spawn("trainer", Subject, True).slice(gpus=1)
-
-
-def abort(procs):
-    m = one(procs)
-    call(m.end, "abort", "disk full")
-    return m
-
-
-def stops_itself(procs):
-    m = one(procs)
-    call(m.end, "stop", "done")
-    return m
-
-
-def stopped(procs):
-    m = procs(2).spawn("trainer", Subject)
+def stopped(procs, cls=Subject):
+    m = procs(2).spawn("trainer", cls)
+    m.slice(gpus=1).echo.call_one(1).get(timeout=WAIT)
     m.stop().get(timeout=WAIT)
     return m.slice(gpus=1)
-
-
-def exits_3(procs):
-    m = one(procs)
-    call(m.ends, 3)
-    return m
-
-
-def exits_0(procs):
-    m = one(procs)
-    call(m.ends, 0)
-    return m
 
 
 def killed(procs):
     m = one(procs)
     kill(m)
-    return m
-
-
-def crashed(procs):
-    m = one(procs)
-    call(m.crashes)
     return m
 
 
@@ -166,46 +100,36 @@ def frozen(procs):
     return m
 
 
-def unhandled(procs, cls=Heedless):
-    m = one(procs, cls)
-    child = m.grow.call_one(1).get(timeout=WAIT)
-    kill(child)
+def childs_death(procs, cls, *args):
+    m = one(procs, cls, *args)
+    kill(m.grow.call_one(1).get(timeout=WAIT))
     return m
 
 
-def unclean(procs):
-    m = procs(2).spawn("trainer", Unclean)
-    m.slice(gpus=1).echo.call_one(1).get(timeout=WAIT)
-    m.stop().get(timeout=WAIT)
-    return m.slice(gpus=1)
-
-
 def undeliverable(procs):
-    p = procs()
-    port = p.spawn("maker", Subject).make_port.call_one().get(timeout=WAIT)
-    p.stop().get(timeout=WAIT)
+    port = a_dead_port(procs)
     m = one(procs)
     m.send_to.broadcast(port)
     return m
 
 
 CASES = {
-    "an endpoint raises, and somebody waits for its answer": answered,
+    "an endpoint raises, and somebody waits for its answer": one,
     "an endpoint raises in a `broadcast`": broadcast,
-    "an endpoint with `explicit_response_port` raises": explicit_port,
-    "an endpoint calls `sys.exit(4)`, or raises another `BaseException`": base_exception,
-    "`__init__` raises": init,
-    '`context().actor_instance.abort("disk full")`': abort,
-    '`context().actor_instance.stop("done")`': stops_itself,
+    "an endpoint with `explicit_response_port` raises": calls("raises_with_a_port"),
+    "an endpoint calls `sys.exit(4)`, or raises another `BaseException`": calls("apply", sys.exit, 4),
+    "`__init__` raises": lambda procs: one(procs, Subject, True),
+    '`context().actor_instance.abort("disk full")`': calls("end", "abort", "disk full"),
+    '`context().actor_instance.stop("done")`': calls("end", "stop", "done"),
     "the owner calls `mesh.stop()`": stopped,
-    "the process exits with code 3": exits_3,
-    "the process exits with code 0 on its own": exits_0,
+    "the process exits with code 3": calls("ends", 3),
+    "the process exits with code 0 on its own": calls("ends", 0),
     "the process is killed (SIGKILL, out of memory)": killed,
-    "the process crashes in native code": crashed,
+    "the process crashes in native code": calls("segfault"),
     "the process is frozen (SIGSTOP) for `get_actor_state_max_idle`": frozen,
-    "an owned mesh fails and the actor does not handle it": unhandled,
-    "`__supervise__` raises": lambda procs: unhandled(procs, RaisingOwner),
-    "`__cleanup__` raises": unclean,
+    "an owned mesh fails and the actor does not handle it": lambda procs: childs_death(procs, Heedless),
+    "`__supervise__` raises": lambda procs: childs_death(procs, Keeper, ValueError("boom")),
+    "`__cleanup__` raises": lambda procs: stopped(procs, Unclean),
     "a message that the actor sent cannot be delivered": undeliverable,
 }
 HOST_LOST = "its host is lost: connection closed, or silent for `get_proc_state_max_idle`"
@@ -215,9 +139,9 @@ def test_each_row_of_the_guide_is_tested_here():
     assert set(rows()) == {*CASES, HOST_LOST}
 
 
-def names_it(text, failure_of="trainer", rank="'gpus': 1/2"):
+def names_it(text):
     """The text names the actor with its class and rank, the process, its pid and its host."""
-    assert failure_of in text and rank in text and re.search(r"<root>\.<\w+\.\w+ trainer\{", text), text
+    assert "'gpus': 1/2" in text and re.search(r"<root>\.<\w+\.\w+ trainer\{", text), text
     assert re.search(r"process \S+-\d+, pid \d+, on " + re.escape(socket.gethostname()), text), text
 
 
@@ -252,11 +176,10 @@ def test_a_failure_is_told_as_the_guide_says(procs, faults, what):
         fence(procs, faults)
         assert not faults
     if gets == "`SupervisionError`":
-        method = "ping" if hasattr(mesh, "ping") else "echo"
         with pytest.raises(SupervisionError) as info:
-            getattr(mesh, method).call_one(*([] if method == "ping" else [1])).get(timeout=WAIT)
+            mesh.pid.call_one().get(timeout=WAIT)
         text = str(info.value)
-        assert text.startswith(f"Endpoint call trainer.{method}() failed, "), text
+        assert text.startswith("Endpoint call trainer.pid() failed, "), text
         assert "'gpus': 1/2" in text and all(f in text for f in fragments), text
         if told.startswith("yes"):
             names_it(text)

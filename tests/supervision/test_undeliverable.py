@@ -12,22 +12,6 @@ from monarch.config import configured
 MIB = 1 << 20
 
 
-class PortMaker(Actor):
-    @endpoint
-    def make(self):
-        port, self.receiver = Channel.open()
-        return port
-
-
-@pytest.fixture
-def dead_port(procs):
-    """A port whose receiver's process is gone."""
-    p = procs()
-    port = p.spawn("maker", PortMaker).make.call_one().get(timeout=WAIT)
-    p.stop().get(timeout=WAIT)
-    return port
-
-
 class Sender(Actor):
     def __init__(self, told: Port = None):
         self.told = told

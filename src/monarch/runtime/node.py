@@ -330,9 +330,7 @@ class Node:
         addresses.tune(sock)
         sock.setblocking(False)
         sock.connect_ex(sockaddr)
-        conn = self._adopt(sock, peer=peer, dialled=True, secret=secret, connecting=True)
-        conn.address = address
-        return conn
+        return self._adopt(sock, peer=peer, address=address, dialled=True, secret=secret, connecting=True)
 
     def adopt_uplink(self, sock: socket.socket) -> None:
         """The socket this process was born with: the other end is the host's agent."""

@@ -168,4 +168,4 @@ def of_peer(sock: socket.socket) -> str:
         host, port = sock.getpeername()[:2]
     except OSError:
         return ""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return str(Address("tcp", host, port))

@@ -57,6 +57,7 @@ class Connection:
         on_close: Callable[[Connection, str], None],
         *,
         peer: int = 0,
+        address: str = "",
         secret: bytes | None = None,
         dialled: bool = False,
         handshake: bool = True,
@@ -68,7 +69,7 @@ class Connection:
         sock.setblocking(False)
         self.peer = peer  #: node id of the other end; 0 until the handshake told it
         self.peer_pid = 0
-        self.address = addresses.of_peer(sock)  #: of the other end, for people; "" while unknown
+        self.address = address or addresses.of_peer(sock)  #: of the other end, for people; "" while unknown
         self.closed = False
         self.reason = ""
         self.heard = 0  #: how often something arrived
