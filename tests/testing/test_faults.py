@@ -80,6 +80,24 @@ def test_a_frozen_process_goes_on_when_it_is_thawed(procs, faults):
     assert answer.get(timeout=WAIT) == pids(worker)[0] and not faults
 
 
+def test_freeze_and_thaw_return_when_they_have_taken_effect(procs, faults):
+    worker = procs().spawn("w", Worker)
+    (pid,) = pids(worker)
+
+    def state():
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0]
+
+    for _ in range(20):
+        freeze(worker)
+        freeze(worker)
+        assert state() == "T"
+        thaw(worker)
+        thaw(worker)
+        assert state() != "T"
+    assert worker.pid.call_one().get(timeout=WAIT) == pid and not faults
+
+
 def test_a_process_that_stays_frozen_counts_as_dead(procs, faults):
     with configured(get_actor_state_max_idle="300ms"):
         worker = procs().spawn("patient", Worker)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from monarch.config import store
 from monarch.runtime.cell import dump_error
 from monarch.runtime.failure import OWNER_GONE, Exit
-from monarch.runtime.future import Future
+from monarch.runtime.future import Future, when_all
 from monarch.runtime.node import RANK_MASK, Host, NodeDown
 from monarch.runtime.pulse import Pulse
 from monarch.runtime.zygote import receive_message, send_message
@@ -64,6 +64,8 @@ class Process:
         self.ready = False
         self.stopping = ""
         self.freezes = 0  #: how often it was stopped by a signal or continued
+        self.is_frozen = False
+        self.turn: Future[None] = Future._make()  #: settled when it is frozen or goes on next, or is gone
         self.frozen_for = 0.0  #: seconds after which it was given up
         self.gone: Future[None] = Future._make()
 
@@ -219,6 +221,10 @@ class HostAgent:
         if process is None:
             return
         process.freezes += 1
+        with self.lock:
+            process.is_frozen = is_frozen
+            turn, process.turn = process.turn, Future._make()
+        turn._settle(None)
         if is_frozen:
             mark, limit = process.freezes, float(store.effective("get_actor_state_max_idle"))
 
@@ -390,23 +396,9 @@ class HostAgent:
                 exit.flags |= URGENT
                 with contextlib.suppress(NodeDown):
                     self.node.send(exit)
-        left = len(mine)
-        count = threading.Lock()
-
-        def one_gone() -> None:
-            nonlocal left
-            with count:
-                left -= 1
-                done = left == 0
-            if done:
-                self.node.reply(frame, 0, (b"", pickling.dumps(None).stream()))
-
+        when_all([p.gone for p in mine], lambda: self.node.reply(frame, 0, (b"", pickling.dumps(None).stream())))
         if not mine:
-            left = 1
-            one_gone()
             return
-        for p in mine:
-            p.gone._on_ready(one_gone)
         grace = float(store.effective("cleanup_timeout")) + 0.3
         hard = grace + min(1.0, float(store.effective("mesh_terminate_timeout")))
         self.node.poller.call_later(grace, lambda: self._signal(mine, signal.SIGTERM))
@@ -429,6 +421,7 @@ class HostAgent:
         self.processes.pop(process.node, None)  # only now: its closing socket must not pass for a lost host
         self.node.mapped.forget_process(process.pid)
         process.gone._settle(None)
+        process.turn._settle(None)
 
     def _after_death(self, node: int, exit: Exit) -> None:
         """For any node that went down: watchers are told, and what it owned here ends."""
@@ -530,8 +523,13 @@ class HostAgent:
         self.node.reply(frame, 0, (b"", pickling.dumps((name, found)).stream()))
 
     def signal_procs(self, frame: Frame, name: int, nodes: list[int], number: int) -> None:
-        self._signal([p for n in nodes if (p := self.processes.get(n)) is not None], number)
-        self.pids(frame, name, nodes)
+        """Answers as `pids` does; SIGSTOP and SIGCONT have taken effect by then."""
+        targets = [p for n in nodes if (p := self.processes.get(n)) is not None]
+        frozen = number == signal.SIGSTOP if number in (signal.SIGSTOP, signal.SIGCONT) else None
+        with self.lock:
+            turns = [p.turn for p in targets if frozen is not None and p.is_frozen != frozen]
+        self._signal(targets, number)
+        when_all(turns, lambda: self.pids(frame, name, nodes))
 
     def show_life(self, frame: Frame) -> None:
         self.node.tell(frame.origin, "alive")
@@ -549,19 +547,7 @@ class HostAgent:
 
         inner = Frame(frame.kind, self.node.id, self.node.id, reply=0)
         self.stop_procs(inner, mine, "the host was released by its client")
-        waits = [self.processes[n].gone for n in mine if n in self.processes]
-        if not waits:
-            return then()
-        left = len(waits)
-
-        def one() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                then()
-
-        for w in waits:
-            w._on_ready(one)
+        when_all([p.gone for n in mine if (p := self.processes.get(n)) is not None], then)
 
     def _root_of(self, process: Process) -> int:
         """The client at the top of a process's ownership chain."""

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Generic, TypeVar
 
 from monarch.runtime.errors import WouldBlockRuntime
@@ -374,6 +374,25 @@ def wait_all(futures: list[Future[Any]], seconds: float) -> None:
         gate.acquire()
         f._on_ready(gate.release)
         gate.acquire(timeout=max(0.0, end - time.monotonic()))
+
+
+def when_all(futures: Iterable[Future[Any]], then: Callable[[], object]) -> None:
+    """Calls `then` once when all of them are settled: on the thread that settles the last, or now."""
+    waits = list(futures)
+    left = len(waits) + 1
+    lock = threading.Lock()
+
+    def one() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            then()
+
+    for f in waits:
+        f._on_ready(one)
+    one()
 
 
 assert sys.version_info >= (3, 10)

@@ -18,7 +18,7 @@ from monarch.actor._procs import ProcMesh
 from monarch.mesh import Shape, Slice
 from monarch.runtime.client import current_node
 from monarch.runtime.failure import Exit
-from monarch.runtime.future import Future
+from monarch.runtime.future import Future, when_all
 from monarch.runtime.node import RANK_MASK, Host, Node, NodeDown, Port
 from monarch.wire import pickling
 from monarch.wire.frames import Frame
@@ -120,14 +120,17 @@ def kill(mesh: Any, signal: int = signals.SIGKILL) -> None:
 
 
 def freeze(mesh: Any) -> None:
-    """Stops the processes of all ranks (SIGSTOP): they neither run nor die. See `get_actor_state_max_idle`."""
+    """Stops the processes of all ranks (SIGSTOP): they neither run nor die. Returns when they are stopped.
+
+    See `get_actor_state_max_idle`.
+    """
     places = _places(mesh)
     pids(mesh)
     _ask(places, "signal_procs", int(signals.SIGSTOP))
 
 
 def thaw(mesh: Any) -> None:
-    """Lets frozen processes go on (SIGCONT)."""
+    """Lets frozen processes go on (SIGCONT). Returns when they do."""
     _ask(_places(mesh), "signal_procs", int(signals.SIGCONT))
 
 
@@ -161,17 +164,5 @@ def hold_gil(mesh: Any, seconds: float) -> Future[Any]:
     for _ in places:
         begun.recv().get(timeout=WAIT)
     done: Future[Any] = Future._make()
-    left = len(holds)
-    lock = threading.Lock()
-
-    def one_done() -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            done._settle(None)
-
-    for hold in holds:
-        hold._on_ready(one_done)
+    when_all(holds, lambda: done._settle(None))
     return done
