@@ -1,0 +1,3 @@
+"""Where existing programs look for the error of a failed start."""
+
+from monarch.rdma import RDMAInitError as RdmaInitError

@@ -1,0 +1,1 @@
+"""Kept so that `import monarch.tensor_engine` works; its names moved to `monarch.rdma`."""
