@@ -1,6 +1,7 @@
 """Actors that own memory, and actors that reach for it."""
 
 import array
+import ctypes
 import mmap
 import os
 import signal
@@ -9,7 +10,19 @@ import time
 import torch
 
 from monarch.actor import Actor, endpoint
-from monarch.rdma import RDMAAction, RDMABuffer
+from monarch.config import configure
+from monarch.rdma import RDMAAction, RDMABuffer, RDMAError
+
+
+def drop_ptrace_capability():
+    """Takes CAP_SYS_PTRACE (bit 19) out of this process's capabilities: capset(2), version 3."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    data = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, data) == 0
+    for i in range(3):
+        data[i] &= ~(1 << 19)
+    assert libc.capset(header, data) == 0
 
 
 class Owner(Actor):
@@ -112,6 +125,49 @@ class Taker(Actor):
     @endpoint
     async def path(self, buffer):
         return buffer.path()
+
+    @endpoint
+    async def refuse_vm(self):
+        """From now on this process does not use the kernel's door."""
+        configure(rdma_disable_vm_access=True)
+
+    @endpoint
+    async def lose_the_right(self):
+        """The kernel refuses this process to look into others: it lacks a capability that they have."""
+        drop_ptrace_capability()
+
+    @endpoint
+    async def error(self, buffer, write=False, timeout=60):
+        """(error type, text, backend, seconds) of a transfer that fails."""
+        data = bytearray(buffer.size())
+        start = time.monotonic()
+        try:
+            await (buffer.write_from(data, timeout=timeout) if write else buffer.read_into(data, timeout=timeout))
+        except RDMAError as e:
+            return type(e), str(e), e.backend, time.monotonic() - start
+
+    @endpoint
+    async def forge(self, buffer, **changes):
+        """A handle that was tampered with."""
+        h = buffer._handle
+        slot = h.slot._replace(**{k: v for k, v in changes.items() if k in h.slot._fields})
+        forged = RDMABuffer.__new__(RDMABuffer)
+        forged._handle = h._replace(slot=slot, **{k: v for k, v in changes.items() if k not in h.slot._fields})
+        return forged
+
+    @endpoint
+    async def read_slowly(self, buffer, seconds, ready):
+        """Reads again and again for a while; how often it got an error, by type name."""
+        data, end, seen = bytearray(buffer.size()), time.monotonic() + seconds, {}
+        ready.send(None)
+        while time.monotonic() < end:
+            try:
+                await buffer.read_into(data)
+                name = "ok"
+            except RDMAError as e:
+                name = type(e).__name__
+            seen[name] = seen.get(name, 0) + 1
+        return seen
 
     @endpoint
     async def read_many(self, buffers):

@@ -8,7 +8,7 @@ import os
 import struct
 from typing import NamedTuple
 
-from monarch.rdma._table import Slot
+from monarch.rdma._table import CUDA, Slot
 from monarch.runtime.node import Host
 
 #: version, flags, pid, slot index, slab descriptor, owner node, agent node, machine, table, cookie, id, address, size,
@@ -38,6 +38,10 @@ class Handle(NamedTuple):
             self.cookie, s.id, s.address, s.size, s.guard, self.slab_at,
         )  # fmt: skip
         return fixed + "\n".join((self.host.address, self.proc)).encode()
+
+    @property
+    def gpu(self) -> bool:
+        return bool(self.slot.flags & CUDA)
 
     @property
     def owner(self) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from monarch.config import store
+from monarch.rdma import _remote, _work
 from monarch.rdma._handle import Handle, machine
 from monarch.rdma._memory import Region
 from monarch.rdma._paths import Local, Path, SameHost
-from monarch.rdma._peer import Gone, Peer, Refused
+from monarch.rdma._peer import Gone, Peer, Refused, _never
 from monarch.rdma._table import CUDA, Table
 from monarch.runtime import client
 from monarch.runtime.failure import Exit
@@ -50,7 +52,11 @@ class Manager:
         self._paths: dict[tuple[int, int], Path] = {}
         self._refused: set[int] = set()  #: processes that the kernel does not let us look into
         self._lock = threading.Lock()
+        self._finding = threading.Lock()  #: one asks; the others find the answer
+        if node.agent is None:
+            node.tell(node.agent_id, "rdma_table", self.table.pid, self.table.address, self.table.cookie)
         node.control["rdma_drop"] = self._on_drop
+        node.control["rdma_ipc"] = self._on_ipc
         node.on_node_down.append(self._on_node_down)
 
     # -- the owner's side
@@ -66,6 +72,18 @@ class Manager:
     def _on_drop(self, frame: Frame, ident: int) -> None:
         self.table.drop(ident)
         self.node.reply(frame, 0, (b"", pickling.dumps(None).stream()))
+
+    def _on_ipc(self, frame: Frame, ident: int) -> None:
+        """Another process of this host wants to map GPU memory."""
+
+        def do() -> None:
+            from monarch.rdma import _cuda
+
+            region = self.table.get(ident)
+            shared = _cuda.share(region) if region is not None else None
+            self.node.reply(frame, 0, (b"", pickling.dumps(shared).stream()))
+
+        _work.submit(do)
 
     def drop(self, handle: Handle) -> Future[None]:
         if handle.node == self.node.id:
@@ -95,9 +113,10 @@ class Manager:
             return self._keep(handle, SameHost(peer))
         return None
 
-    def find_path(self, handle: Handle) -> Path:
-        """The path to a buffer, for which its host may have to be asked. Raises Refused, Gone."""
-        raise Refused("no path")
+    def find_path(self, handle: Handle, cancelled: Callable[[], bool] = _never) -> Path:
+        """The path to a buffer, for which its host may have to be asked. Raises Refused, Gone, Cancelled."""
+        with self._finding:
+            return self.path(handle) or self._keep(handle, _remote.find(self, handle, cancelled))
 
     def same_machine(self, handle: Handle) -> bool:
         return (
@@ -119,6 +138,10 @@ class Manager:
     def refuse(self, handle: Handle) -> None:
         """The path that was taken does not work after all."""
         self._refused.add(handle.node)
+        self.forget(handle)
+
+    def forget(self, handle: Handle) -> None:
+        """The next transfer looks for a path again."""
         with self._lock:
             path = self._paths.pop((handle.node, handle.cookie), None)
         if path is not None:

@@ -172,4 +172,5 @@ def _of_tensor(t: Any, pin: bool) -> Region:
             _data_at = _find_data_pointer(torch)
         if _data_at:
             guard = Guard(storage._cdata + _data_at, 0xFFFF_FFFF_FFFF_FFFF, storage.data_ptr())
-    return Region(address, nbytes, False, storage, name, guard)
+    keep = storage if device == "cpu" else t.detach().view(torch.uint8)
+    return Region(address, nbytes, False, keep, name, guard)

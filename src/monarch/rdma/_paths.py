@@ -50,6 +50,10 @@ class Path:
         """A function that does `ops` together, and that returns False if they must be run one by one after all."""
         return None
 
+    def run_many(self, ops: Sequence[Op], cancelled: Callable[[], bool]) -> dict[int, Exception] | None:
+        """Small reads, without waiting for each before the next: the errors by position. None: run them one by one."""
+        return None
+
     def close(self) -> None:
         """Lets go of descriptors."""
 

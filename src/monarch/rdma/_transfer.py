@@ -23,6 +23,8 @@ from monarch.runtime.future import Future
 _MOST = 2**64 - 1
 #: a limit beyond this many seconds is none: the clock would not get there
 _FOREVER = 1e9
+#: bytes up to which reads of an action over sockets are asked for together
+_SMALL = 256 << 10
 
 
 def check_timeout(timeout: Any) -> float:
@@ -67,18 +69,33 @@ def attempt(manager: Manager, op: Op, index: int, cancelled: Callable[[], bool],
     path = None
     try:
         while True:
-            path = manager.path(op.handle) or manager.find_path(op.handle)
+            path = manager.path(op.handle) or manager.find_path(op.handle, cancelled)
             if cancelled():
                 raise Cancelled
             try:
-                path.run(op, cancelled)
+                if op.local.device == "cpu" and not op.handle.gpu:
+                    path.run(op, cancelled)
+                else:
+                    _run_gpu(manager, path, op, cancelled)
                 return None
             except Refused:
                 manager.refuse(op.handle)
                 if path.name in ("tcp", "relay"):
                     raise
+            except Gone:
+                manager.forget(op.handle)
+                raise
     except Exception as e:
         return failure(manager, op, path, e, index, seconds)
+
+
+def _run_gpu(manager: Manager, path: Path, op: Op, cancelled: Callable[[], bool]) -> None:
+    if op.local.device == "cpu" and path.name in ("tcp", "relay"):
+        path.run(op, cancelled)  # its owner stages it
+        return
+    from monarch.rdma import _cuda
+
+    _cuda.run(manager.table, path, op, cancelled)
 
 
 def start(manager: Manager, op: Op, timeout: float) -> Future[None]:
@@ -90,7 +107,7 @@ def start(manager: Manager, op: Op, timeout: float) -> Future[None]:
     path = None
     try:
         path = manager.path(op.handle)
-        if path is not None and op.nbytes <= path.inline:
+        if path is not None and op.nbytes <= path.inline and op.local.device == "cpu" and not op.handle.gpu:
             try:
                 path.run(op, never)
                 return Future._of(None)
@@ -139,7 +156,7 @@ class Plan:
                     path = manager.path(op.handle)
                 except Exception:
                     return []
-                if path is None or self._small > path.inline or op.local.device != "cpu":
+                if path is None or self._small > path.inline or op.local.device != "cpu" or op.handle.gpu:
                     return []
                 groups.setdefault(path, []).append(op)
         runs = []
@@ -183,8 +200,9 @@ class Job:
         return self
 
     def _run(self, group: list[int]) -> None:
+        done = self._run_together(group)
         for i in group:
-            error = attempt(self.manager, self.ops[i], i, self._is_expired, self.timeout)
+            error = done[i] if i in done else attempt(self.manager, self.ops[i], i, self._is_expired, self.timeout)
             with self._lock:
                 self._pending.discard(i)
                 if error is not None:
@@ -196,6 +214,25 @@ class Job:
             if self._timer is not None:
                 self._timer.cancel()
             self._finish()
+
+    def _run_together(self, group: list[int]) -> dict[int, RDMAError | None]:
+        """Small reads over sockets, without waiting for each answer before the next question."""
+        small = [i for i in group if not self.ops[i].write and self.ops[i].nbytes <= _SMALL]
+        small = [i for i in small if self.ops[i].local.device == "cpu"]
+        if len(small) < 2:
+            return {}
+        try:
+            path = self.manager.path(self.ops[small[0]].handle)
+            failed = path.run_many([self.ops[i] for i in small], self._is_expired) if path is not None else None
+        except Exception:
+            return {}  # one by one, each with its own error
+        if failed is None:
+            return {}
+        out: dict[int, RDMAError | None] = dict.fromkeys(small)
+        for at, e in failed.items():
+            i = small[at]
+            out[i] = failure(self.manager, self.ops[i], path, e, i, self.timeout)
+        return out
 
     def _is_expired(self) -> bool:
         return self._expired

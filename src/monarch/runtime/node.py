@@ -8,6 +8,7 @@ without looking inside. Because all frames between two nodes take one path, they
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import logging
 import os
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from monarch.runtime.cell import Cell
 
 log = logging.getLogger("monarch.runtime")
+
+#: control messages whose handlers are loaded by the first of them: a module with `install(node)`
+ON_DEMAND = dict.fromkeys(("rdma_table", "rdma_dial", "rdma_get", "rdma_put"), "monarch.rdma._serve")
 
 RANK_BITS = 24
 RANK_MASK = (1 << RANK_BITS) - 1
@@ -435,6 +439,9 @@ class Node:
         elif kind == CONTROL:
             op, *args = pickling.loads(frame.parts[1])
             handler = self.control.get(op)
+            if handler is None and op in ON_DEMAND:
+                importlib.import_module(ON_DEMAND[op]).install(self)
+                handler = self.control.get(op)
             if handler is None:
                 log.warning("node %s: unknown control message %r", self.name, op)
             else:
