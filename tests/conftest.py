@@ -16,7 +16,7 @@ from actors_for_tests import PortMaker
 from monarch.actor import this_host
 from monarch.runtime import client
 
-pytest_plugins = ["monarch.testing.plugin"]
+pytest_plugins = ["monarch.testing.plugin", "tensor_meshes"]
 
 WAIT = 30
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
-import sys
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -92,7 +93,9 @@ class ProcMesh(MeshTrait):
         shape: Shape,
         host_dims: tuple[str, ...] = (),
         owned: Owned | None = None,
+        root: Shape | None = None,
     ) -> None:
+        self._root = shape if root is None else root  #: of all processes that were spawned together
         self._base, self._proc_name, self._hosts, self._per_host = base, name, hosts, per_host
         self._shape = shape
         self._host_dims = host_dims
@@ -113,11 +116,17 @@ class ProcMesh(MeshTrait):
     def _new_with_shape(self, shape: Shape) -> ProcMesh:
         if shape == self._shape:
             return self
-        return ProcMesh(self._base, self._proc_name, self._hosts, self._per_host, shape, self._host_dims)
+        return self._with_shape(shape)
+
+    def _with_shape(self, shape: Shape) -> ProcMesh:
+        return ProcMesh(
+            self._base, self._proc_name, self._hosts, self._per_host, shape, self._host_dims, root=self._root
+        )
 
     def __reduce__(self) -> Any:
         return _rebuild, (
             self._base, self._proc_name, tuple(map(tuple, self._hosts)), self._per_host, self._shape, self._host_dims,
+            None if self._root == self._shape else self._root,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -224,7 +233,7 @@ class ProcMesh(MeshTrait):
         return cast(T, mesh)
 
     def _new_reference(self) -> ProcMesh:
-        return ProcMesh(self._base, self._proc_name, self._hosts, self._per_host, self._shape, self._host_dims)
+        return self._with_shape(self._shape)
 
     # -- lifetime
 
@@ -284,18 +293,30 @@ class ProcMesh(MeshTrait):
     # -- the rest of the compatible surface
 
     def activate(self) -> Any:
-        """Makes this mesh the active device mesh; needs the tensor engine."""
-        factory = getattr(sys.modules.get("monarch.tensor"), "activate", None)
-        if factory is None:
-            raise RuntimeError("ProcMesh.activate() needs the tensor engine, which is not available "
-                               "(with USE_TENSOR_ENGINE=0 it never is)")  # fmt: skip
-        return factory(self)
+        """Torch operations inside `with procs.activate():` run on every process; see `monarch.tensor`.
 
-    def rank_tensor(self, dim: str) -> Any:
-        raise RuntimeError("rank_tensor() needs the tensor engine (unavailable with USE_TENSOR_ENGINE=0)")
+        Starts the tensor engine on first use. RuntimeError with USE_TENSOR_ENGINE=0, or for a stopped mesh.
+        """
+        return self._tensors("activate").activate()
 
-    def rank_tensors(self) -> Any:
-        raise RuntimeError("rank_tensors() needs the tensor engine (unavailable with USE_TENSOR_ENGINE=0)")
+    def rank_tensor(self, dim: str | Sequence[str]) -> Any:
+        """Each process's coordinate along `dim` as a distributed 0-d int64 tensor; needs an active mesh."""
+        return self._tensors("rank_tensor").rank(dim)
+
+    def rank_tensors(self) -> dict[str, Any]:
+        """`rank_tensor` of each dimension, by name."""
+        found: dict[str, Any] = self._tensors("rank_tensors").ranks
+        return found
+
+    def to_table(self) -> str:
+        """The mesh as a text grid, one cell per process."""
+        return str(self._tensors("to_table").to_table())
+
+    def _tensors(self, what: str) -> Any:
+        """The device mesh of these processes. The tensor engine lies above this layer, so it is looked up by name."""
+        if os.environ.get("USE_TENSOR_ENGINE", "1") == "0":
+            raise RuntimeError(f"ProcMesh.{what}() needs the tensor engine, which is off: USE_TENSOR_ENGINE=0")
+        return importlib.import_module("monarch.tensor.procs").device_mesh(self)
 
     async def logging_option(
         self,
@@ -348,9 +369,10 @@ class _HostStopped(StopWait):
 
 
 def _rebuild(
-    base: int, name: str, hosts: tuple[tuple[Any, ...], ...], per_host: int, shape: Shape, host_dims: tuple[str, ...]
-) -> ProcMesh:
-    return ProcMesh(base, name, tuple(Host(*h) for h in hosts), per_host, shape, host_dims)
+    base: int, name: str, hosts: tuple[tuple[Any, ...], ...], per_host: int, shape: Shape, host_dims: tuple[str, ...],
+    root: Shape | None = None,
+) -> ProcMesh:  # fmt: skip
+    return ProcMesh(base, name, tuple(Host(*h) for h in hosts), per_host, shape, host_dims, root=root)
 
 
 def own_proc() -> ProcMesh:

@@ -13,6 +13,9 @@ import torch
 
 from monarch.wire.pickling import Reducer
 
+#: within it, tensors of messages are ordinary ones, whatever torch mode the calling thread is in
+_plainly = torch._C._DisableTorchDispatch
+
 
 class _Span:
     """The bytes [start, stop) of one storage, pickled once a message however many tensors view them."""
@@ -30,29 +33,38 @@ class _Span:
 
 
 def _empty() -> Any:
-    return torch.empty(0, dtype=torch.uint8)
+    with _plainly():
+        return torch.empty(0, dtype=torch.uint8)
 
 
 def _rebuild_span(buffer: Any) -> Any:
     view = memoryview(buffer)
     if view.readonly:
         view = memoryview(bytearray(view))
-    return torch.frombuffer(view, dtype=torch.uint8)
+    with _plainly():
+        return torch.frombuffer(view, dtype=torch.uint8)
 
 
 def _rebuild(
     span: Any, offset: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool
 ) -> torch.Tensor:
-    out = torch.empty(0, dtype=dtype)
-    out.set_(span.untyped_storage(), (span.storage_offset() + offset) // dtype.itemsize, size, stride)
-    return out.requires_grad_(requires_grad) if requires_grad else out
+    with _plainly():
+        out = torch.empty(0, dtype=dtype)
+        out.set_(span.untyped_storage(), (span.storage_offset() + offset) // dtype.itemsize, size, stride)
+        return out.requires_grad_(requires_grad) if requires_grad else out
 
 
 def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> Any:
-    return torch.nn.Parameter(data, requires_grad)
+    with _plainly():
+        return torch.nn.Parameter(data, requires_grad)
 
 
 def _reduce_tensor(pickler: Any, t: torch.Tensor) -> Any:
+    with _plainly():
+        return _reduce_plainly(pickler, t)
+
+
+def _reduce_plainly(pickler: Any, t: torch.Tensor) -> Any:
     if t.layout is not torch.strided or t.device.type == "meta" or t.is_quantized or t.is_conj() or t.is_neg():
         return NotImplemented
     source = t.detach()
@@ -83,7 +95,8 @@ def _reduce_tensor(pickler: Any, t: torch.Tensor) -> Any:
 def _reduce_parameter(pickler: Any, p: Any) -> Any:
     if p.device.type == "meta":
         return NotImplemented
-    return _rebuild_parameter, (p.detach(), p.requires_grad)
+    with _plainly():
+        return _rebuild_parameter, (p.detach(), p.requires_grad)
 
 
 def reducer_for(kind: type) -> Reducer | None:

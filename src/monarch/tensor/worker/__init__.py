@@ -1,0 +1,1 @@
+"""What runs in worker processes: the actor that takes commands, streams, operators, collectives."""
