@@ -386,4 +386,3 @@ def test_the_fallback_warning_is_shown_once():
         [sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, capture_output=True, text=True
     )
     assert done.stderr.count("RDMATcpFallbackWarning") == 1
-

@@ -183,4 +183,3 @@ class Answer(Port):
 
     def node_down_all(self, reason: str) -> None:
         self.settle(error=Gone(reason))
-

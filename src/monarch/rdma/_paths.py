@@ -105,4 +105,3 @@ class SameHost(Path):
 
     def close(self) -> None:
         self.peer.close()
-

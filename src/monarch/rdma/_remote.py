@@ -1,7 +1,7 @@
 """The initiator's side of the paths to another host: sockets of our own, and the framework's messages.
 
-    tcp     a few connections per peer; large transfers are split over them
-    relay   chunks in control messages, several under way; works wherever an actor message gets through
+tcp     a few connections per peer; large transfers are split over them
+relay   chunks in control messages, several under way; works wherever an actor message gets through
 """
 
 from __future__ import annotations

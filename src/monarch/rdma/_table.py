@@ -135,4 +135,3 @@ class Table:
         """(id, bytes, device) of what is registered."""
         with self._mutex:
             return [(i, r.nbytes, r.device) for i, (_, r) in self._regions.items()]
-
