@@ -134,6 +134,7 @@ class Generator(WeightSink):
     @endpoint
     def take_lease_and_stop(self):
         """A reader that dies between taking a lease and giving it back."""
+        self.subscriber.sync()
         s = self.subscriber
         end = time.monotonic() + 10
         s._look(end)

@@ -78,4 +78,4 @@ def before_register(data: Any) -> None:
 
 
 for _kind in (RDMATcpFallbackWarning, RDMAReadTransferWarning, RDMAWriteTransferWarning):
-    warnings.simplefilter("once", _kind)
+    warnings.simplefilter("once", _kind, append=True)  # what the user set comes first

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from monarch.actor import Actor, endpoint
-from monarch.rdma import RDMABuffer, get_rdma_backend
+from monarch.mesh import Point
+from monarch.rdma import RDMABuffer
 from monarch.weights._errors import LayoutMismatch
 from monarch.weights._layout import WeightLayout, Weights, named_tensors
 from monarch.weights._publisher import WeightHandle, WeightPublisher
@@ -73,9 +74,8 @@ class WeightSource(Actor):
     @endpoint
     def weight_handle(self, layout: bool = True) -> WeightHandle | None:
         """For `WeightSubscriber`; None where memory cannot be shared."""
-        if get_rdma_backend() == "none":
-            return None
-        return self._publisher().handle(layout=layout)
+        p = self._publisher()
+        return p.handle(layout=layout) if p.shared else None
 
     @endpoint
     def weight_version(self) -> int:
@@ -154,7 +154,8 @@ def _members(meshes: Any) -> list[Any]:
     """The single actors of a mesh, or of several."""
     if isinstance(meshes, Iterable) and not hasattr(meshes, "weight_inbox"):
         return [one for mesh in meshes for one in _members(mesh)]
-    return [meshes.slice(**point) for point in meshes.extent]
+    extent = meshes.extent
+    return [meshes.slice(**Point(rank, extent)) for rank in range(extent.nelements)]
 
 
 def push(publisher: WeightPublisher, meshes: Any, *, timeout: float = 60) -> int:

@@ -16,7 +16,7 @@ import pickle
 import random
 from typing import NamedTuple
 
-from monarch.rdma import RDMABuffer
+from monarch.rdma import RDMABuffer, get_rdma_backend
 
 FORMAT = 0x4D57_0001
 MAX_SLOTS = 32
@@ -88,11 +88,12 @@ class Page:
         self._words[2] = -1
         self._words[6], self._words[7] = nbytes, layout
         self._words[0] = FORMAT
-        self.buffer = RDMABuffer(memoryview(self._memory))
+        #: None where memory cannot be shared: the versions are then only sent by message
+        self.buffer = RDMABuffer(memoryview(self._memory)) if get_rdma_backend() != "none" else None
 
-    def add_slot(self, buffer: RDMABuffer) -> int:
+    def add_slot(self, buffer: RDMABuffer | None) -> int:
         i = self._words[4]
-        data = pickle.dumps(buffer, 5)
+        data = pickle.dumps(buffer, 5) if buffer is not None else b""
         assert len(data) <= 8 * (_ENTRY - 1), "an RDMABuffer handle outgrew its place"
         at = 8 * (_DIRECTORY_AT + _ENTRY * i)
         self._memory[at : at + 8] = len(data).to_bytes(8, "little")

@@ -98,6 +98,8 @@ class WeightPublisher:
         views = self.layout.views(slot)
         self._slots.append(slot)
         self._views.append([views[e.name] for e in self.layout.unique()])
+        if self._page.buffer is None:
+            return self._page.add_slot(None)
         self._buffers.append(RDMABuffer(slot))
         return self._page.add_slot(self._buffers[-1])
 
@@ -115,8 +117,20 @@ class WeightPublisher:
     def slots(self) -> int:
         return self._page.slots
 
+    @property
+    def shared(self) -> bool:
+        """Whether readers can fetch by themselves; False where memory cannot be shared."""
+        return self._page.buffer is not None
+
     def handle(self, *, layout: bool = True) -> WeightHandle:
-        """For subscribers; send it in any message. `layout=False` for those that have it already."""
+        """For subscribers; send it in any message. `layout=False` for those that have it already.
+
+        Raises RuntimeError where memory cannot be shared (`get_rdma_backend()` was "none").
+        """
+        if self._page.buffer is None:
+            raise RuntimeError(
+                "memory cannot be shared here: give WeightSubscriber the actor, and the weights come by message"
+            )
         return WeightHandle(self.incarnation, self._page.buffer, self.layout if layout else None, self.version)
 
     def publish(self) -> int:
@@ -203,7 +217,8 @@ class WeightPublisher:
         if not self._closed:
             self._closed = True
             for b in [self._page.buffer, *self._buffers]:
-                b.drop().get(timeout=60)
+                if b is not None:
+                    b.drop().get(timeout=60)
 
     def __repr__(self) -> str:
         return f"<WeightPublisher version {self.version}, {self.slots} slots of {self.layout.nbytes} bytes>"
