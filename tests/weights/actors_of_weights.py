@@ -7,7 +7,9 @@ import time
 
 import torch
 
-from monarch.actor import endpoint
+from monarch.actor import Actor, endpoint
+from monarch.config import configure
+from monarch.rdma import RDMABuffer
 from monarch.weights import WeightPublisher, WeightSink, WeightSource, WeightSubscriber, broadcast, push
 
 
@@ -203,3 +205,33 @@ def publisher_of(value=0.0, **options):
     m = model(2, 8)
     fill(m, value)
     return WeightPublisher(m, **options), m
+
+
+class Holder(Actor):
+    """Holds shards of a tensor that everybody can make from a seed."""
+
+    def __init__(self):
+        self.keep = []
+
+    @endpoint
+    def refuse_vm(self):
+        configure(rdma_disable_vm_access=True)
+
+    def shard(self, seed, s, dtype):
+        g = torch.Generator().manual_seed(seed)
+        whole = torch.randint(-100, 100, s.global_shape, generator=g).to(dtype)
+        for d, (start, n) in enumerate(zip(s.offset, s.local_shape, strict=True)):
+            whole = whole.narrow(d, start, n)
+        return whole
+
+    @endpoint
+    def hold(self, seed, s, dtype):
+        self.keep.append(self.shard(seed, s, dtype).contiguous().flatten())
+        return RDMABuffer(self.keep[-1])
+
+    @endpoint
+    def pull(self, plan, handles, r, seed, dtype):
+        target = torch.zeros(r.local_shape, dtype=dtype)
+        n = plan.execute(handles, {"w": target}, rank=r.rank)
+        assert torch.equal(target, self.shard(seed, r, dtype)), f"rank {r.rank} differs"
+        return n

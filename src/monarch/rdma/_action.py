@@ -6,9 +6,10 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from monarch.rdma import _transfer
-from monarch.rdma._buffer import RDMABuffer, read_op, write_op
+from monarch.rdma._buffer import RDMABuffer, gather_ops, read_op, write_op
 from monarch.rdma._manager import manager
 from monarch.rdma._paths import Op
+from monarch.rdma._runs import Runs
 from monarch.runtime.future import Future
 
 if TYPE_CHECKING:
@@ -43,6 +44,12 @@ class RDMAAction:
     def write_from(self, dst: RDMABuffer, src: Memory) -> RDMAAction:
         """`write_remote` under the name that older programs use."""
         return self.write_remote(dst, src)
+
+    def _gather(self, dst: Any, src: RDMABuffer, offset: int, count: int, runs: Runs) -> RDMAAction:
+        """Queues the read of `count` runs of `src`, the first at `offset` bytes, into `dst`, packed."""
+        for op in gather_ops(src, dst, offset, count, runs):
+            self._add(op)
+        return self
 
     def fetch_add(self, src: RDMABuffer, dst: Any, add: int) -> RDMAAction:
         """Remote atomics are part of the interface; no backend offers them."""

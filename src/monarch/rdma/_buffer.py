@@ -9,6 +9,7 @@ from monarch.rdma._handle import Handle
 from monarch.rdma._manager import manager
 from monarch.rdma._memory import Region, region
 from monarch.rdma._paths import Op
+from monarch.rdma._runs import Runs
 from monarch.rdma._table import READONLY
 from monarch.runtime.future import Future
 
@@ -168,3 +169,29 @@ def write_op(buffer: RDMABuffer, src: Any, offset: int = 0) -> Op:
     if buffer._handle.slot.flags & READONLY and local.nbytes:
         raise ValueError(f"the buffer is read-only memory of {buffer.owner}: it can be read, not written")
     return Op(buffer._handle, True, offset, local, local.nbytes)
+
+
+#: runs of so many bytes are read as ranges of their own: there is nothing to gain from gathering them
+_LONG = 256 << 10
+
+
+def gather_ops(buffer: RDMABuffer, dst: Any, offset: int, count: int, runs: Runs) -> list[Op]:
+    """The checked operations: `count` runs of the buffer, the first at `offset`, -> dst, packed."""
+    local, n = region(dst), count * runs.length
+    if local.readonly or local.nbytes < n:
+        raise ValueError(f"the destination must be writable memory of {n} bytes at least, it has {local.nbytes}")
+    if not (0 < runs.length <= runs.stride and offset >= 0 and runs.end(offset, n) <= buffer.size()):
+        raise ValueError(
+            f"{count} runs of {runs.length} bytes, {runs.stride} apart, from {offset} on are not inside the buffer of "
+            f"{buffer.size()} bytes"
+        )
+    handle = buffer._handle
+    if runs.stride == runs.length or count == 1:
+        return [Op(handle, False, offset, local, n)]
+    if runs.length < _LONG and not handle.gpu and local.device == "cpu":
+        return [Op(handle, False, offset, local, n, runs)]
+    parts = enumerate(runs.parts(offset, 0, n))
+    return [
+        Op(handle, False, at, local._replace(address=local.address + i * size, nbytes=size), size)
+        for i, (at, size) in parts
+    ]

@@ -19,6 +19,7 @@ from monarch.rdma import _vm
 from monarch.rdma._handle import Handle
 from monarch.rdma._memory import Region
 from monarch.rdma._peer import CHUNK, Cancelled, Dropped, Move, Peer
+from monarch.rdma._runs import Runs
 from monarch.rdma._table import Table
 
 
@@ -30,10 +31,15 @@ class Op(NamedTuple):
     offset: int
     local: Region
     nbytes: int
+    runs: Runs | None = None  #: for reads that gather: then `nbytes` is that of all runs
 
     @property
     def move(self) -> Move:
         return Move(self.handle.slot, self.offset, self.local.address, self.nbytes)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes if self.runs is None else self.runs.end(self.offset, self.nbytes)
 
 
 class Path:
@@ -73,8 +79,13 @@ class Local(Path):
             region = self.table.get(op.handle.slot.id)
             if region is None:
                 raise Dropped("it was dropped, or its memory released or moved")
-            if op.offset + op.nbytes > region.nbytes:
+            if op.end > region.nbytes:
                 raise Dropped("the handle does not match the registration")
+            if op.runs is not None:
+                for offset, n in op.runs.parts(op.offset, 0, op.nbytes):
+                    _vm.copy(op.local.address + at, region.address + offset, n)
+                    at += n
+                return
             n = min(left, CHUNK)
             there, here = region.address + op.offset + at, op.local.address + at
             _vm.copy(*((there, here) if op.write else (here, there)), n)
@@ -96,10 +107,13 @@ class SameHost(Path):
         self.peer = peer
 
     def run(self, op: Op, cancelled: Callable[[], bool]) -> None:
-        (self.peer.write if op.write else self.peer.read)(op.move, cancelled)
+        if op.runs is not None:
+            self.peer.gather(op.move, op.runs, cancelled)
+        else:
+            (self.peer.write if op.write else self.peer.read)(op.move, cancelled)
 
     def prepare(self, ops: Sequence[Op]) -> Callable[[], bool] | None:
-        if any(op.write or op.nbytes > CHUNK for op in ops):
+        if any(op.write or op.runs is not None or op.nbytes > CHUNK for op in ops):
             return None
         return self.peer.compile([op.move for op in ops])
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from monarch.rdma import _vm
+from monarch.rdma._runs import Runs
 from monarch.rdma._table import SLOT, Slot
 
 #: bytes moved between two looks at whether the transfer was given up
@@ -111,6 +112,31 @@ class Peer:
                 raise Cancelled
             offset += n
             address += n
+
+    def gather(self, m: Move, runs: Runs, cancelled: Callable[[], bool] = _never) -> None:
+        """Runs of the region, the first at `m.offset` -> local memory, packed."""
+        slot, offset, address, left = m
+        row, most = 0, min(_vm.MAX_RANGES - 2, max(1, CHUNK // runs.length))
+        while left:
+            count = min(most, left // runs.length)
+            n = count * runs.length
+            check = array("Q", bytes(56))
+            at = check.buffer_info()[0]
+            remote = runs.ranges(slot.address + offset, row, count)
+            remote.extend((self.table + slot.at * SLOT, 48, slot.guard, 8))
+            try:
+                moved = _vm.read(self.pid, array("Q", (address, n, at, 56)), remote)
+            except OSError as e:
+                raise self._explain(e, slot) from None
+            if moved != n + 56:
+                raise self._explain(None, slot)
+            if check[0] != slot.id or check[6] & check[4] != check[5] or check[1] != slot.address:
+                raise _why(check, slot)
+            left -= n
+            address += n
+            row += count
+            if left and cancelled():
+                raise Cancelled
 
     def compile(self, moves: Sequence[Move]) -> Callable[[], bool]:
         """A function that does all these small reads with few system calls; False if any of them must be redone

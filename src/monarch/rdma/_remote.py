@@ -139,6 +139,8 @@ class Sockets(Path):
             raise errors[0]
 
     def _stripes(self, op: Op) -> list[tuple[int, int]]:
+        if op.runs is not None:
+            return [(0, op.nbytes)]
         smallest = max(1, int(store.effective("rdma_min_stripe_size_kb"))) << 10
         n = max(1, min(int(store.effective("rdma_tcp_fallback_parallelism")), op.nbytes // max(smallest, 1 << 20)))
         size = -(-op.nbytes // n)
@@ -147,6 +149,11 @@ class Sockets(Path):
     @staticmethod
     def _move(sock: socket.socket, op: Op, start: int, n: int, cancelled: Callable[[], bool]) -> None:
         h = op.handle
+        if op.runs is not None:
+            request = _wire.REQUEST.pack(_wire.GATHER, h.slot.at, h.node, h.slot.id, op.offset, n)
+            _wire.send(sock, [request, _wire.RUNS.pack(*op.runs)], cancelled)
+            _receive_all(sock, local_view(op.local.address, n), cancelled)
+            return
         kind = _wire.WRITE if op.write else _wire.READ
         request = _wire.REQUEST.pack(kind, h.slot.at, h.node, h.slot.id, op.offset + start, n)
         local = local_view(op.local.address + start, n)
@@ -230,6 +237,8 @@ class Relay(Path):
 
     def run(self, op: Op, cancelled: Callable[[], bool]) -> None:
         size = min(2 * _wire.CHUNK, max(1, int(store.effective("rdma_max_chunk_size_mb"))) << 20)
+        if op.runs is not None:
+            size = max(1, size // op.runs.length) * op.runs.length
         chunks = [(start, min(size, op.nbytes - start)) for start in range(0, op.nbytes, size)]
         flying: collections.deque[tuple[int, int, Any]] = collections.deque()
         todo = iter(chunks)
@@ -261,12 +270,13 @@ class Relay(Path):
 
         h, node = op.handle, self.manager.node
         answer = Answer(node, (h.node, h.host.agent))
-        args = (h.node, h.slot.at, h.slot.id, op.offset + start)
+        offset = op.offset + (start if op.runs is None else start // op.runs.length * op.runs.stride)
+        args = (h.node, h.slot.at, h.slot.id, offset)
         parts: list[Any] = [b""]
         if op.write:
             parts += [pickling.dump_bytes(("rdma_put", *args)), bytes(local_view(op.local.address + start, n))]
         else:
-            parts.append(pickling.dump_bytes(("rdma_get", *args, n)))
+            parts.append(pickling.dump_bytes(("rdma_get", *args, n, *(op.runs or ()))))
         try:
             node.send(Frame(CONTROL, self.dest, node.id, 0, parts, reply=answer.ident), h.host)
         except Exception as e:

@@ -19,6 +19,7 @@ from monarch.config import store
 from monarch.rdma import _wire, _work
 from monarch.rdma._manager import manager
 from monarch.rdma._peer import Cancelled, Dropped, Gone, Move, Peer, Refused, _never
+from monarch.rdma._runs import Runs
 from monarch.rdma._table import CUDA, READONLY, Slot, Table
 from monarch.runtime.failure import Exit
 from monarch.runtime.node import Node, Port
@@ -76,14 +77,19 @@ class Server:
             answer = ("no", str(e))
         self.node.reply(frame, 0, (b"", pickling.dumps(answer).stream()))
 
-    def on_get(self, frame: Frame, owner: int, at: int, ident: int, offset: int, n: int) -> None:
-        """A read by message."""
+    def on_get(self, frame: Frame, owner: int, at: int, ident: int, offset: int, n: int, *shape: int) -> None:
+        """A read by message; of runs, when their length and stride are given."""
 
         def do() -> None:
             data = bytearray(min(n, 2 * _wire.CHUNK))
             try:
                 source = self.source(owner)
-                source.read(source.slot(at, ident, offset, len(data), False), offset, memoryview(data))
+                if shape:
+                    runs = Runs(*shape)
+                    slot = source.gather_slot(at, ident, offset, len(data), runs)
+                    source.gather(slot, offset, memoryview(data), runs)
+                else:
+                    source.read(source.slot(at, ident, offset, len(data), False), offset, memoryview(data))
                 status, body = _wire.OK, bytes(data)
             except Exception as e:
                 status, body = _wire.status_of(e)
@@ -236,7 +242,30 @@ class _Session:
         while True:
             _wire.receive(self.conn, request, _never)
             op, at, owner, ident, offset, n = _wire.REQUEST.unpack(request)
-            (self._write if op == _wire.WRITE else self._read)(owner, at, ident, offset, n)
+            if op == _wire.GATHER:
+                shape = memoryview(bytearray(_wire.RUNS.size))
+                _wire.receive(self.conn, shape, _never)
+                self._gather(owner, at, ident, offset, n, Runs(*_wire.RUNS.unpack(shape)))
+            else:
+                (self._write if op == _wire.WRITE else self._read)(owner, at, ident, offset, n)
+
+    def _gather(self, owner: int, at: int, ident: int, offset: int, n: int, runs: Runs) -> None:
+        try:
+            source = self.server.source(owner)
+            slot = source.gather_slot(at, ident, offset, n, runs)
+            done = 0
+            whole = max(1, _wire.CHUNK // runs.length) * runs.length
+            view = self.bounce if whole <= _wire.CHUNK else memoryview(bytearray(whole))
+            while done < n:
+                size = min(whole, n - done)
+                source.gather(slot, offset + done // runs.length * runs.stride, view[:size], runs)
+                _wire.send(self.conn, [_wire.HEADER.pack(_wire.OK, size), view[:size]], _never)
+                done += size
+        except (_wire.Lost, Cancelled):
+            raise
+        except Exception as e:
+            status, text = _wire.status_of(e)
+            _wire.send(self.conn, [_wire.HEADER.pack(status, len(text)), text], _never)
 
     def _read(self, owner: int, at: int, ident: int, offset: int, left: int) -> None:
         try:
@@ -292,6 +321,18 @@ class Source:
             raise PermissionError("the buffer is read-only memory")
         return slot
 
+    def gather_slot(self, at: int, ident: int, offset: int, n: int, runs: Runs) -> Slot:
+        """As `slot`, for a read of runs."""
+        if not 0 < runs.length <= runs.stride or n % runs.length or runs.length > _wire.LONGEST_RUN:
+            raise PermissionError(f"{n} bytes in runs of {runs.length}, {runs.stride} apart, are not a gather")
+        return self.slot(at, ident, offset, runs.end(offset, n) - offset, False)
+
+    def gather(self, slot: Slot, offset: int, view: memoryview, runs: Runs) -> None:
+        at = 0
+        for start, n in runs.parts(offset, 0, len(view)):
+            self.read(slot, start, view[at : at + n])
+            at += n
+
     def find(self, at: int, ident: int) -> Slot:
         raise NotImplementedError
 
@@ -327,6 +368,9 @@ class Foreign(Source):
 
     def read(self, slot: Slot, offset: int, view: memoryview) -> None:
         self.peer.read(Move(slot, offset, address_of(view), len(view)))
+
+    def gather(self, slot: Slot, offset: int, view: memoryview, runs: Runs) -> None:
+        self.peer.gather(Move(slot, offset, address_of(view), len(view)), runs)
 
     def write(self, slot: Slot, offset: int, view: memoryview) -> None:
         self.peer.write(Move(slot, offset, address_of(view), len(view)))

@@ -217,7 +217,7 @@ class Job:
 
     def _run_together(self, group: list[int]) -> dict[int, RDMAError | None]:
         """Small reads over sockets, without waiting for each answer before the next question."""
-        small = [i for i in group if not self.ops[i].write and self.ops[i].nbytes <= _SMALL]
+        small = [i for i in group if self._is_small_read(self.ops[i])]
         small = [i for i in small if self.ops[i].local.device == "cpu"]
         if len(small) < 2:
             return {}
@@ -233,6 +233,10 @@ class Job:
             i = small[at]
             out[i] = failure(self.manager, self.ops[i], path, e, i, self.timeout)
         return out
+
+    @staticmethod
+    def _is_small_read(op: Op) -> bool:
+        return not op.write and op.runs is None and op.nbytes <= _SMALL
 
     def _is_expired(self) -> bool:
         return self._expired

@@ -5,6 +5,7 @@ of fixed size; nothing is pickled and no address travels: a registration is name
 side checks both against the owner's table.
 
     read    request                 ->  chunks: header (status OK, bytes), bytes; or header (status, bytes), text
+    gather  request, and the length and stride of the runs  ->  as for read
     write   request, all the bytes  ->  one header
 """
 
@@ -23,10 +24,14 @@ from monarch.rdma._peer import Cancelled, Dropped, Gone, Refused
 REQUEST = struct.Struct("<BxxxIQQQQ")
 #: status, bytes that follow
 HEADER = struct.Struct("<BxxxI")
-READ, WRITE = 1, 2
+#: bytes of a run, bytes from one to the next
+RUNS = struct.Struct("<QQ")
+READ, WRITE, GATHER = 1, 2, 3
 OK, DROPPED, GONE, DENIED, FAILED = range(5)
 #: bytes per chunk: small enough to stay in a cache between the two copies, large enough that calls cost little
 CHUNK = 1 << 20
+#: a longer run is read as what it is, a plain range
+LONGEST_RUN = CHUNK
 #: seconds a socket waits before its user looks at whether the transfer was given up
 POLL = 0.25
 HANDSHAKE = 5.0
