@@ -11,7 +11,7 @@ import torch
 
 from monarch.actor import Actor, endpoint
 from monarch.config import configure
-from monarch.rdma import RDMAAction, RDMABuffer, RDMAError
+from monarch.rdma import RDMAAction, RDMABuffer, RDMAError, allocate, allocate_tensor
 
 
 def drop_ptrace_capability():
@@ -51,6 +51,22 @@ class Owner(Actor):
         return self.buffers[name]
 
     @endpoint
+    def slab(self, name, nbytes):
+        m = self.memory[name] = allocate(nbytes)
+        self.buffers[name] = RDMABuffer(m)
+        return self.buffers[name]
+
+    @endpoint
+    def slab_tensor(self, name, *shape):
+        t = self.memory[name] = allocate_tensor(*shape)
+        self.buffers[name] = RDMABuffer(t.view(-1))
+        return self.buffers[name]
+
+    @endpoint
+    def forget(self, name):
+        del self.memory[name]
+
+    @endpoint
     def mapped(self, name, nbytes):
         self.map = mmap.mmap(-1, nbytes)
         m = self.memory[name] = memoryview(self.map)
@@ -69,10 +85,6 @@ class Owner(Actor):
     @endpoint
     def fill(self, name, value):
         self.memory[name].fill_(value)
-
-    @endpoint
-    def forget(self, name):
-        del self.memory[name]
 
     @endpoint
     def content(self, name):

@@ -23,6 +23,7 @@ from monarch.rdma._errors import (
     RDMAOwnerDiedError,
     RDMATimeoutError,
 )
+from monarch.rdma._slab import allocate, allocate_tensor
 
 __all__ = [
     "RDMAAction",
@@ -35,6 +36,8 @@ __all__ = [
     "RDMATcpFallbackWarning",
     "RDMATimeoutError",
     "RDMAWriteTransferWarning",
+    "allocate",
+    "allocate_tensor",
     "get_rdma_backend",
     "is_ibverbs_available",
     "is_rdma_available",

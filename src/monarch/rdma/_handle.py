@@ -1,4 +1,4 @@
-"""What travels: who owns a region, its registration, and every way to reach it, in about 150 bytes."""
+"""What travels: who owns a region, its registration, and every way to reach it, in about 200 bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ from typing import NamedTuple
 from monarch.rdma._table import CUDA, Slot
 from monarch.runtime.node import Host
 
-#: version, flags, pid, slot index, slab descriptor, owner node, agent node, machine, table, cookie, id, address, size,
-#: guard, slab offset
-_FIXED = struct.Struct("<BBIIIQQQQQQQQQQ")
+#: version, flags, pid, slot index, the table's descriptor, the arena's, owner node, agent node, machine, table, cookie,
+#: id, address, size, guard, the arena's id, offset in it
+_FIXED = struct.Struct("<BBIIIIQQQQQQQQQQQ")
 _VERSION = 1
+
+
+class Shared(NamedTuple):
+    """Where a region lies in an arena of its owner (see `_slab`): the arena's descriptor there, its id, the offset."""
+
+    fd: int
+    ident: int
+    at: int
+
+
+NOT_SHARED = Shared(0, 0, 0)
 
 
 class Handle(NamedTuple):
@@ -27,15 +38,15 @@ class Handle(NamedTuple):
     table: int
     cookie: int
     slot: Slot
-    slab_fd: int
-    slab_at: int
+    table_fd: int
+    shared: Shared
     proc: str
 
     def pack(self) -> bytes:
         s = self.slot
         fixed = _FIXED.pack(
-            _VERSION, s.flags, self.pid, s.at, self.slab_fd, self.node, self.host.agent, self.machine, self.table,
-            self.cookie, s.id, s.address, s.size, s.guard, self.slab_at,
+            _VERSION, s.flags, self.pid, s.at, self.table_fd, self.shared.fd, self.node, self.host.agent,
+            self.machine, self.table, self.cookie, s.id, s.address, s.size, s.guard, self.shared.ident, self.shared.at,
         )  # fmt: skip
         return fixed + "\n".join((self.host.address, self.proc)).encode()
 
@@ -54,11 +65,11 @@ def unpack(data: bytes) -> Handle:
     if len(data) < _FIXED.size or data[0] != _VERSION:
         raise ValueError("these bytes are not an RDMABuffer handle of this version of monarch")
     (
-        _, flags, pid, index, slab_fd, node, agent, machine, table, cookie, ident, address, size, guard, slab_at,
+        _, flags, pid, index, table_fd, fd, node, agent, machine, table, cookie, ident, address, size, guard, arena, at,
     ) = _FIXED.unpack_from(data)  # fmt: skip
     where, _, proc = data[_FIXED.size :].decode().partition("\n")
     slot = Slot(index, ident, address, size, guard, flags)
-    return Handle(node, Host(agent, where), machine, pid, table, cookie, slot, slab_fd, slab_at, proc)
+    return Handle(node, Host(agent, where), machine, pid, table, cookie, slot, table_fd, Shared(fd, arena, at), proc)
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch.config import store
-from monarch.rdma import _remote, _work
-from monarch.rdma._handle import Handle, machine
-from monarch.rdma._memory import Region
+from monarch.rdma import _remote, _slab, _work
+from monarch.rdma._handle import NOT_SHARED, Handle, machine
+from monarch.rdma._memory import NO_GUARD, Region
 from monarch.rdma._paths import Local, Path, SameHost
 from monarch.rdma._peer import Gone, Peer, Refused, _never
-from monarch.rdma._table import CUDA, Table
+from monarch.rdma._table import CUDA, SLAB, Table
 from monarch.runtime import client
 from monarch.runtime.failure import Exit
 from monarch.runtime.future import Future
@@ -49,8 +49,9 @@ class Manager:
         self.host = client.current_host()
         self.table = Table(node.poller.call_later)
         self.local = Local(self.table)
-        self._paths: dict[tuple[int, int], Path] = {}
+        self._paths: dict[tuple[int, int, bool], Path] = {}
         self._refused: set[int] = set()  #: processes that the kernel does not let us look into
+        self._unmappable: set[int] = set()
         self._lock = threading.Lock()
         self._finding = threading.Lock()  #: one asks; the others find the answer
         if node.agent is None:
@@ -61,12 +62,16 @@ class Manager:
 
     # -- the owner's side
 
-    def register(self, region: Region, slab: tuple[int, int] = (0, 0)) -> Handle:
-        flags = CUDA if region.device != "cpu" else 0
+    def register(self, region: Region) -> Handle:
+        flags, shared = (CUDA if region.device != "cpu" else 0), NOT_SHARED
+        found = _slab.find(region.address, region.nbytes)
+        if found is not None:  # it stays where it is for as long as we hold the arena
+            flags, shared = flags | SLAB, found[0]
+            region = region._replace(guard=NO_GUARD, keep=(region.keep, found[1]))
         slot = self.table.add(region, flags)
         return Handle(
-            self.node.id, self.host, machine(), os.getpid(), self.table.address, self.table.cookie, slot, *slab,
-            self.node.name,
+            self.node.id, self.host, machine(), os.getpid(), self.table.address, self.table.cookie, slot,
+            max(self.table.fd, 0), shared, self.node.name,
         )  # fmt: skip
 
     def _on_drop(self, frame: Frame, ident: int) -> None:
@@ -100,9 +105,17 @@ class Manager:
         """The path to a buffer, if it is known or can be found without waiting."""
         if handle.node == self.node.id:
             return self.local
-        found = self._paths.get((handle.node, handle.cookie))
+        slab = handle.slot.flags & SLAB and handle.node not in self._unmappable
+        found = self._paths.get((handle.node, handle.cookie, bool(slab)))
         if found is not None:
             return found
+        if slab and handle.machine == machine() != 0 and not store.effective("rdma_disable_vm_access"):
+            try:
+                return self._keep(handle, _slab.Mapped(handle))
+            except Refused as e:
+                log.info("%s: its memory cannot be mapped (%s): taking the next path", handle.owner, e)
+                self._unmappable.add(handle.node)
+                return self.path(handle)
         if self.same_machine(handle):
             try:
                 peer = Peer(handle.pid, handle.table, handle.cookie)
@@ -128,7 +141,7 @@ class Manager:
 
     def _keep(self, handle: Handle, path: Path) -> Path:
         with self._lock:
-            kept = self._paths.setdefault((handle.node, handle.cookie), path)
+            kept = self._paths.setdefault((handle.node, handle.cookie, path.name == "slab"), path)
         if kept is path:
             log.info("transfers with %s take the path %r", handle.owner, path.name)
         else:
@@ -137,15 +150,17 @@ class Manager:
 
     def refuse(self, handle: Handle) -> None:
         """The path that was taken does not work after all."""
-        self._refused.add(handle.node)
+        known = self._paths.get((handle.node, handle.cookie, True))
+        (self._unmappable if known is not None else self._refused).add(handle.node)
         self.forget(handle)
 
     def forget(self, handle: Handle) -> None:
         """The next transfer looks for a path again."""
         with self._lock:
-            path = self._paths.pop((handle.node, handle.cookie), None)
-        if path is not None:
-            path.close()
+            paths = [self._paths.pop((handle.node, handle.cookie, slab), None) for slab in (True, False)]
+        for path in paths:
+            if path is not None:
+                path.close()
 
     def how_it_ended(self, handle: Handle) -> str:
         exit = self.node.exit_of(handle.node, handle.host)
@@ -156,6 +171,7 @@ class Manager:
             gone = [k for k in self._paths if k[0] == node]
             paths = [self._paths.pop(k) for k in gone]
         self._refused.discard(node)
+        self._unmappable.discard(node)
         for path in paths:
             path.close()
 

@@ -26,6 +26,7 @@ log = logging.getLogger("monarch.rdma")
 SLOT = 64
 SLOTS = 1 << 18
 READONLY, CUDA, SLAB = 1, 2, 4
+TABLE_NAME = "monarch-rdma"  #: of the file in memory
 #: seconds between tries to free a dropped region that somebody is still writing to
 _RETRY = 0.01
 
@@ -49,7 +50,7 @@ class Table:
         self._later = later
         size = SLOTS * SLOT
         if _vm.AVAILABLE:
-            self.fd = os.memfd_create("monarch-rdma", os.MFD_CLOEXEC)
+            self.fd = os.memfd_create(TABLE_NAME, os.MFD_CLOEXEC)
             os.ftruncate(self.fd, size)
             self._map = mmap.mmap(self.fd, size)
             self._locks = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
