@@ -25,10 +25,8 @@ from monarch.runtime.failure import Exit, MeshFailure
 from monarch.runtime.future import Future
 from monarch.runtime.node import RANK_BITS, RANK_MASK, Host, Node, NodeDown, Port, new_mesh_id
 from monarch.version import __version__
-from monarch.wire import addresses, pickling
+from monarch.wire import addresses, pickling, trust
 from monarch.wire.frames import CONTROL, ERROR, URGENT, Frame
-
-_ACCEPTED_CA = "trust_all_connections"
 
 
 class BootstrapCommand:
@@ -395,13 +393,6 @@ def this_proc() -> ProcMesh:
 # -- worker daemons
 
 
-def _check_trust(ca: Any, private_key: Any) -> None:
-    if ca != _ACCEPTED_CA or private_key is not None:
-        raise NotImplementedError(
-            "TLS security plumbing: only ca='trust_all_connections' without a private_key is accepted here"
-        )
-
-
 class _Attach(Port):
     """The answer to one attach."""
 
@@ -433,18 +424,23 @@ def attach_to_workers(
     """The hosts served by worker daemons at the addresses `workers`; one dim, `hosts`. Returns at once.
 
     Connects in the background, retrying for `mesh_attach_config_timeout`; the outcome is on `initialized`. ValueError
-    for a bad address or an empty list; NotImplementedError for anything but `ca="trust_all_connections"`.
+    for a bad address or an empty list, or certificates that cannot be used. `ca` and `private_key`: whom to trust, see
+    docs/guide/security.md.
     """
-    _check_trust(ca, private_key)
     texts = [w if isinstance(w, str) else w.get(timeout=60) for w in workers]
     if not texts:
         raise ValueError("attach_to_workers needs at least one worker address")
-    wanted = [addresses.parse(t) for t in texts]
+    wanted, trusts = [], []
+    for t in texts:
+        where = addresses.parse(t)
+        trusts.append(trust.of(ca, private_key, where.scheme))
+        wanted.append(trusts[-1].address(where))
     node = current_node()
     mesh_id = new_mesh_id()
     hosts = tuple(Host(mesh_id | i, str(a._replace(bind=""))) for i, a in enumerate(wanted))
     out = HostMesh(hosts, Shape(["hosts"], Slice.new_row_major([len(hosts)])), owned=True)
     limit = float(store.effective("mesh_attach_config_timeout"))
+    node.trusts |= {host.address: how for host, how in zip(hosts, trusts)}
     for host in hosts:
         answer = _Attach(host.agent, host.address)
         reply = node.open_port(answer)
@@ -471,13 +467,17 @@ def _dial(node: Any, host: Host, limit: float) -> None:
                 return
             time.sleep(pause)
             pause = min(0.5, pause * 1.5)
-    node.dialled(host.agent, sock)
+    try:
+        node.dialled(host.agent, sock, host.address)
+    except (OSError, RuntimeError, ValueError) as e:
+        sock.close()
+        node.dial_failed(host.agent, Exit("lost", detail=str(e)))
 
 
 def start_worker_loop_forever(*, private_key: bytes | None = None, ca: Any, address: str) -> Future[None]:
     """Serves this machine as a host at `address`, in the background; the future ends when a client shuts it down."""
-    _check_trust(ca, private_key)
     where = addresses.parse(address)
+    how = trust.of(ca, private_key, where.scheme)
     from monarch.runtime.agent import HostAgent
     from monarch.runtime.node import Node
 
@@ -486,7 +486,7 @@ def start_worker_loop_forever(*, private_key: bytes | None = None, ca: Any, addr
     node.name = "worker"
     agent = HostAgent(node, Host(ident, address))
     try:
-        node.listen(str(where), None)
+        node.listen_to_hosts(str(where), how)
     except BaseException:
         agent.close()
         node.close()

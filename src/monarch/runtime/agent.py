@@ -29,6 +29,7 @@ from monarch.runtime.zygote import receive_message, send_message
 from monarch.wire import addresses, pickling
 from monarch.wire.frames import ERROR, URGENT, Frame
 from monarch.wire.poller import READ
+from monarch.wire.trust import Untrusted
 
 if TYPE_CHECKING:
     from monarch.runtime.node import Node
@@ -498,10 +499,10 @@ class HostAgent:
         self.watchers.setdefault(agent, set()).add(frame.origin)
         if dest in self.node.routes:
             return
-        with contextlib.suppress(NodeDown, OSError):
+        with contextlib.suppress(NodeDown, OSError, Untrusted):
             conn = self.node.routes.get(agent)
             if conn is None or conn.closed:
-                conn = self.node.routes[agent] = self.node.connect(address, 0, secret=None)
+                conn = self.node.routes[agent] = self.node.connect_host(address)
             self.node.routes[dest] = conn
 
     # -- being a host for remote clients

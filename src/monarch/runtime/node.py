@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from monarch.config import store
 from monarch.runtime.failure import Exit, UndeliverableMessageEnvelope
 from monarch.runtime.ownership import Tree
-from monarch.wire import addresses, pickling
+from monarch.wire import addresses, pickling, trust
 from monarch.wire.connection import Connection, ConnectionClosed, Limits, release_frame
+from monarch.wire.door import Door
 from monarch.wire.frames import CALL, CAST, CONTROL, DEAD, ERROR, RANKED, RELEASE, REPLY, SHM, URGENT, Bytes, Frame
 from monarch.wire.poller import READ, Poller
 from monarch.wire.segments import AVAILABLE, MappedSegments, SegmentPool
@@ -89,6 +90,8 @@ class Node:
         self.id = ident
         self.agent_id = agent
         self.secret = secret
+        self.trust: trust.Trust | None = None  #: how other hosts and this one prove themselves
+        self.trusts: dict[str, trust.Trust] = {}  #: address of a host attached -> the same
         self.poller = Poller(float(store.effective("busy_wait")))
         self.pool: SegmentPool | None = SegmentPool(int(store.effective("shm_pool_limit"))) if AVAILABLE else None
         self.mapped = MappedSegments()
@@ -207,7 +210,7 @@ class Node:
             assert host is not None
             conn = self.routes.get(host.agent)
             if conn is None or conn.closed:
-                conn = self.connect(host.address, 0, secret=None)  # who attached it first chose the name we know
+                conn = self.connect_host(host.address)  # who attached it first chose the name we know
                 self.routes[host.agent] = conn
             self.routes[dest] = conn
             return conn
@@ -303,11 +306,19 @@ class Node:
 
     # -- connections
 
-    def dialled(self, alias: int, sock: socket.socket) -> None:
+    def trust_for(self, address: str) -> trust.Trust:
+        """How a host at `address` and this one prove themselves: as it was attached, else as this process was told."""
+        found = self.trusts.get(address) or self.trust
+        if found is None:
+            found = self.trust = trust.of(trust.ANYBODY, None, addresses.parse(address).scheme)
+        return found
+
+    def dialled(self, alias: int, sock: socket.socket, address: str) -> None:
         """A host being attached answered: what waited for it goes out. The handshake may still refuse."""
+        proofs = self._proofs(address, sock.getpeername()[0] if sock.family != socket.AF_UNIX else "")
         with self._route_lock:
             frames = self.dialling.pop(alias, [])
-            conn = self._adopt(sock, peer=0, dialled=True, secret=None)
+            conn = self._adopt(sock, peer=0, address=address, dialled=True, **proofs)
             self.routes[alias] = conn
             for frame in frames:
                 self.routes[frame.dest] = conn
@@ -324,17 +335,33 @@ class Node:
             self.mark_down(dest, exit)
 
     def connect(self, address: str, peer: int, secret: bytes | None) -> Connection:
-        """Starts connecting to the node `peer`; frames may be sent at once."""
+        """Starts connecting to the process `peer` of this host; frames may be sent at once."""
         where = addresses.parse(address)
         if where.scheme == "ipc":
             sock = addresses.dial(where, 5.0)
             return self._adopt(sock, peer=peer, dialled=True, secret=None)
-        family, kind, proto, _, sockaddr = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, proto)
-        addresses.tune(sock)
-        sock.setblocking(False)
-        sock.connect_ex(sockaddr)
+        sock, _ = _start_connecting(where)
         return self._adopt(sock, peer=peer, address=address, dialled=True, secret=secret, connecting=True)
+
+    def connect_host(self, address: str) -> Connection:
+        """Starts connecting to another host's agent. Raises OSError, and Untrusted when nothing would protect it."""
+        where = addresses.parse(address)
+        if where.scheme == "ipc":
+            return self._adopt(addresses.dial(where, 5.0), peer=0, dialled=True, secret=None)
+        sock, numeric = _start_connecting(where)
+        try:
+            proofs = self._proofs(address, numeric)
+        except BaseException:
+            sock.close()
+            raise
+        return self._adopt(sock, peer=0, address=address, dialled=True, connecting=True, **proofs)
+
+    def _proofs(self, address: str, numeric: str) -> dict[str, Any]:
+        if not numeric:
+            return {"secret": None}
+        found = self.trust_for(address)
+        found.check(numeric, f"connecting to {address}")
+        return {"secret": found.secret, "tls": found.context(False) if found.kind == "tls" else None}
 
     def adopt_uplink(self, sock: socket.socket) -> None:
         """The socket this process was born with: the other end is the host's agent."""
@@ -353,27 +380,34 @@ class Node:
         )  # fmt: skip
 
     def listen(self, address: str, secret: bytes | None) -> str:
-        """Accepts connections from now on; the address to hand out. TCP peers must prove `secret` unless None."""
-        sock, where = addresses.listen(addresses.parse(address))
+        """For processes of this host: accepts connections; the address to hand out. TCP peers must prove `secret`."""
+        return self._listen(addresses.parse(address), {"secret": secret}, None)
+
+    def listen_to_hosts(self, address: str, how: trust.Trust) -> str:
+        """Accepts connections of other hosts that prove themselves as `how` says. Raises Untrusted, OSError."""
+        self.trust = how
+        tls = how.context(True) if how.kind == "tls" else None
+        return self._listen(how.address(addresses.parse(address)), {"secret": how.secret, "tls": tls}, how)
+
+    def _listen(self, wanted: addresses.Address, proofs: dict[str, Any], how: trust.Trust | None) -> str:
+        sock, where = addresses.listen(wanted)
+        if how is not None and sock.family != socket.AF_UNIX:
+            try:
+                how.check(sock.getsockname()[0], f"listening on {where}")
+            except BaseException:
+                sock.close()
+                raise
         sock.setblocking(False)
         self.listening = sock
         self.address = str(where)
 
-        def accept(event: int) -> None:
-            try:
-                conn, _ = sock.accept()
-            except OSError:
-                return
+        def arrived(conn: socket.socket) -> Connection:
             if conn.family == socket.AF_UNIX:
-                if not addresses.same_user(conn):
-                    conn.close()
-                    return
-                self._adopt(conn, on_ready=self._accepted, secret=None)
-            else:
-                addresses.tune(conn)
-                self._adopt(conn, on_ready=self._accepted, secret=secret)
+                return self._adopt(conn, on_ready=self._accepted, secret=None)
+            addresses.tune(conn)
+            return self._adopt(conn, on_ready=self._accepted, **proofs)
 
-        self.poller.watch(sock.fileno(), READ, accept)
+        self.poller.watch(sock.fileno(), READ, Door(self.poller, sock, arrived).on_event)
         return self.address
 
     def stop_listening(self) -> None:
@@ -629,3 +663,13 @@ class Node:
         if self.pool is not None:
             self.pool.close()
         self.poller.stop()
+
+
+def _start_connecting(where: addresses.Address) -> tuple[socket.socket, str]:
+    """A socket on its way to `where`, and the numeric address of that."""
+    family, kind, proto, _, sockaddr = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, kind, proto)
+    addresses.tune(sock)
+    sock.setblocking(False)
+    sock.connect_ex(sockaddr)
+    return sock, str(sockaddr[0])

@@ -34,9 +34,9 @@ def parse(text: str) -> Address:
     """Parses an address string; ValueError names it and the formats that are understood."""
     if not isinstance(text, str):
         raise TypeError(f"address must be a string such as {FORMATS}, not {type(text).__name__}")
-    dial, at, bind = text.partition("@tcp://")
+    dial, at, bind = text.partition("@tcp://") if "@tcp://" in text else text.partition("@tls://")
     if at and "://" in dial:
-        return parse(dial)._replace(bind="tcp://" + bind)
+        return parse(dial)._replace(bind=at[1:] + bind)
     identity = re.match(r"[^@/:]+@(?=[a-z]+://)", text)
     if identity:
         text = text[identity.end() :]
@@ -61,8 +61,6 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
         sock.bind("\0" + where.host[1:] if where.host.startswith("@") else where.host)
         sock.listen(1024)
         return sock, address
-    if where.scheme == "tls":
-        raise NotImplementedError("TLS listeners are not available yet; use tcp:// or ipc://")
     if where.host == "*":
         raise NotImplementedError(f"{where}: a wildcard cannot be advertised; use tcp://DIAL@tcp://0.0.0.0:PORT")
     if where.port < 0:  # adopt an inherited socket
@@ -96,8 +94,6 @@ def dial(address: Address, timeout: float) -> socket.socket:
             sock.close()
             raise
         return sock
-    if address.scheme == "tls":
-        raise NotImplementedError("TLS connections are not available yet; use tcp:// or ipc://")
     sock = socket.create_connection((address.host, address.port), timeout=timeout)
     tune(sock)
     return sock

@@ -1,7 +1,8 @@
 """Who may talk to us: a mutual challenge before the first frame is parsed.
 
 Both ends send a greeting of fixed size: magic, protocol version, mode, node id, pid, a random nonce. With a shared
-secret each then proves that it knows it, by an HMAC over both greetings and its role, and checks the other's proof.
+secret each then proves that it knows it, by an HMAC over both greetings and its role, and checks the other's proof:
+first the one that dialled, so that a stranger who connects gets nothing to try keys on.
 Nothing is unpickled, and nothing of variable size is read, until that is done.
 """
 
@@ -15,7 +16,7 @@ import struct
 #: magic, protocol version, mode (0 open, 1 secret), node, pid, nonce
 GREETING = struct.Struct("<8sHHQI16s")
 _MAGIC = b"MONARCH\n"
-PROTOCOL = 1
+PROTOCOL = 2
 OPEN, SECRET = 0, 1
 PROOF_SIZE = 32
 

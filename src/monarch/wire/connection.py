@@ -20,12 +20,16 @@ from monarch.wire.frames import RELEASE, SHM, Bytes, Frame, FrameError, FramePar
 from monarch.wire.poller import EDGE, HANGUP, READ, WRITE, Poller
 
 if TYPE_CHECKING:
+    import ssl
+
     from monarch.wire.segments import SegmentPool
+    from monarch.wire.tls import TlsSocket
 
 log = logging.getLogger("monarch.wire")
 
 _CHUNK = 1 << 16  # below malloc's mmap threshold: a larger buffer costs page faults on every read
 _JOIN = 1 << 14  # below this one copy is cheaper than a gathering write
+_TLS, _GREETING, _PROOF, _FRAMES = range(4)  # what is expected next from the other end
 
 
 class ConnectionClosed(Exception):
@@ -59,6 +63,7 @@ class Connection:
         peer: int = 0,
         address: str = "",
         secret: bytes | None = None,
+        tls: ssl.SSLContext | None = None,
         dialled: bool = False,
         handshake: bool = True,
         connecting: bool = False,
@@ -74,10 +79,16 @@ class Connection:
         self.reason = ""
         self.heard = 0  #: how often something arrived
         self._poller = poller
-        self._sock = sock
+        self._sock: socket.socket = sock
+        self._tls: TlsSocket | None = None
         if limits.silence:
             addresses.keep_alive(sock, limits.silence)
         self._fd = sock.fileno()
+        if tls is not None:
+            from monarch.wire.tls import TlsSocket
+
+            self._tls = TlsSocket(sock, tls, not dialled)
+            self._sock = self._tls  # type: ignore[assignment]
         self._limits = limits
         self._parser = FrameParser(limits.max_frame)
         self._on_frame = on_frame
@@ -94,17 +105,17 @@ class Connection:
         self._dialled = dialled
         self._connecting = connecting
         self._inbox = bytearray()
-        self._stage = 2 if not handshake else 0  # 0 expects a greeting, 1 a proof, 2 frames
+        self._stage = _FRAMES if not handshake else _TLS if tls is not None else _GREETING
         self._may_send = not handshake
         self._mine = b""
         self._timer = None
         if handshake:
             self._mine = auth.greeting(node, secret)
             self._timer = poller.call_later(limits.handshake, self._too_slow)
-            if dialled and secret is None:
+            if dialled and secret is None and tls is None:
                 self._may_send = not connecting
             if not connecting:
-                self._send_raw(self._mine)
+                self._begin()
         self._reading = threading.Lock()
         self._unread = 0
         self._poller.watch(self._fd, READ | EDGE | (WRITE if connecting else 0), self._on_event)
@@ -128,6 +139,9 @@ class Connection:
                 sent = self._write(head, parts, size)
                 if sent < size:
                     self._enqueue(head, parts, skip=sent)
+                elif self._tls is not None and self._tls.pending and not self._writing:
+                    self._writing = True
+                    self._poller.post(self._watch)
             if self._queued <= self._limits.send_queue or self._poller.is_current():
                 return
             self._wait_for_room()
@@ -157,6 +171,8 @@ class Connection:
         try:
             if size < _JOIN:
                 return self._sock.send(b"".join((head, *parts)))
+            if self._tls is not None:
+                return 0  # in pieces, from the queue
             if len(parts) < 512:
                 return self._sock.sendmsg((head, *parts))
             return self._sock.send(head)
@@ -232,11 +248,18 @@ class Connection:
             self.close(f"cannot connect: {os.strerror(error)}")
             return False
         self._connecting = False
-        self._send_raw(self._mine)
-        if self._secret is None:
+        self._begin()
+        if self._secret is None and self._tls is None:
             self._open_gate()
         self._watch()
         return True
+
+    def _begin(self) -> None:
+        """The socket is connected: the first words."""
+        if self._tls is None:
+            self._send_raw(self._mine)
+        else:
+            self._poller.post(lambda: self._on_event(READ))
 
     def _open_gate(self) -> None:
         with self._lock:
@@ -248,6 +271,8 @@ class Connection:
     def _flush(self) -> None:
         with self._lock:
             queue = self._queue
+            if self._tls is not None and not self._flush_tls():
+                return
             while queue and self._may_send:
                 try:
                     n = self._sock.sendmsg([queue[i] for i in range(min(len(queue), 64))])
@@ -264,14 +289,33 @@ class Connection:
                     else:
                         queue[0] = queue[0][n:]
                         n = 0
-            self._writing = False
+            self._writing = self._tls is not None and self._tls.pending
             if self._room is not None and self._queued <= self._limits.send_queue // 2:
                 self._room.notify_all()
         self._watch()
 
+    def _flush_tls(self) -> bool:
+        assert self._tls is not None
+        try:
+            self._tls.flush()
+        except OSError as e:
+            reason = f"connection lost: {e.strerror}"
+            self._poller.post(lambda: self.close(reason))
+            return False
+        return not self._tls.pending
+
     def _receive(self, to_the_end: bool = True) -> bool:
         """Reads once. False when nothing more is there; a short read says so too, unless the peer hung up."""
         try:
+            if self._tls is not None:
+                to_the_end = True  # a record is shorter than what is asked for
+                if self._stage == _TLS:
+                    if self._tls.handshake():
+                        self._stage = _GREETING
+                        self._send_raw(self._mine)
+                        if self._dialled and self._secret is None:
+                            self._open_gate()
+                    return True
             into = self._parser.want()
             if into is not None:
                 room = len(into)
@@ -285,7 +329,7 @@ class Connection:
             else:
                 data = self._sock.recv(_CHUNK)
                 if data:
-                    if self._stage == 2:
+                    if self._stage == _FRAMES:
                         for frame in self._parser.feed(data):
                             self._on_frame(self, frame)
                     else:
@@ -298,15 +342,21 @@ class Connection:
             self.close(str(e))
             return False
         except OSError as e:
-            self.close(f"connection lost: {e.strerror}")
+            self.close(self._why_lost(e))
             return False
         self.close("connection closed by the peer")
         return False
 
+    def _why_lost(self, e: OSError) -> str:
+        if self._tls is None or not hasattr(e, "reason"):
+            return f"connection lost: {e.strerror}"
+        text = getattr(e, "verify_message", "") or str(getattr(e, "reason", "") or e).replace("_", " ").lower()
+        return f"TLS: {text}"
+
     def _shake(self, data: bytes) -> None:
         """Advances the handshake; whatever follows it is frames."""
         self._inbox += data
-        if self._stage == 0:
+        if self._stage == _GREETING:
             if len(self._inbox) < auth.GREETING.size:
                 return
             theirs = bytes(self._inbox[: auth.GREETING.size])
@@ -325,24 +375,26 @@ class Connection:
             if self._secret is None:
                 self._done()
             else:
-                role = b"dialler" if self._dialled else b"listener"
-                self._send_raw(auth.proof(self._secret, role, *self._pair))
-                self._stage = 1
-        if self._stage == 1:
+                if self._dialled:
+                    self._send_raw(auth.proof(self._secret, b"dialler", *self._pair))
+                self._stage = _PROOF
+        if self._stage == _PROOF:
             if len(self._inbox) < auth.PROOF_SIZE:
                 return
             given = bytes(self._inbox[: auth.PROOF_SIZE])
             del self._inbox[: auth.PROOF_SIZE]
             assert self._secret is not None
             auth.check(self._secret, b"listener" if self._dialled else b"dialler", *self._pair, given)
+            if not self._dialled:
+                self._send_raw(auth.proof(self._secret, b"listener", *self._pair))
             self._done()
-        if self._stage == 2 and self._inbox and not self.closed:
+        if self._stage == _FRAMES and self._inbox and not self.closed:
             rest, self._inbox = self._inbox, bytearray()
             for frame in self._parser.feed(rest):
                 self._on_frame(self, frame)
 
     def _done(self) -> None:
-        self._stage = 2
+        self._stage = _FRAMES
         if self._timer is not None:
             self._timer.cancel()
         if self._on_ready is not None:
@@ -350,8 +402,13 @@ class Connection:
         self._open_gate()
 
     def _too_slow(self) -> None:
-        if self._stage != 2:
+        if self._stage != _FRAMES:
             self.close("handshake timed out")
+
+    @property
+    def is_stranger(self) -> bool:
+        """The other end has not proved yet who it is."""
+        return self._stage != _FRAMES
 
     def keep_alive(self, seconds: float) -> None:
         """The kernel closes a connection whose other machine is silent for that long; 0 leaves its defaults."""
