@@ -27,6 +27,7 @@ bench: .venv/stamp-test
 # make soak MINUTES=10: processes are killed, frozen and crashed while clients keep calling
 soak: .venv/stamp-test
 	$(PY) benchmarks/soak.py --minutes $(MINUTES)
+	$(PY) benchmarks/fuzz_wire.py --seconds 60
 
 .venv/stamp:
 	$(PYTHON) -m venv .venv

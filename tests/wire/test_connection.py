@@ -167,3 +167,18 @@ def test_a_full_pool_says_so():
     assert pool.pack([bytes(100_000)], [5]) is not None
     assert pool.pack([bytes(100_000)], [5]) is None
     pool.close()
+
+
+def test_a_stranger_who_drips_bytes_is_sent_away_in_time(ends):
+    a, b = tcp_pair()
+    ends.append(End(b, 2, secret=b"s" * 32))  # half a second for the handshake
+    began = time.monotonic()
+    with a:
+        for byte in auth.greeting(6, b"x" * 32)[:-1]:
+            with contextlib.suppress(OSError):
+                a.sendall(bytes([byte]))
+            if not ends[0].closed.empty():
+                break
+            time.sleep(0.05)
+        assert ends[0].closed.get(timeout=10) == "handshake timed out"
+    assert time.monotonic() - began < 3

@@ -179,5 +179,7 @@ def from_text(key: Key, text: str) -> Any:
 
 
 def shown(key: Key, value: Any) -> Any:
-    """A stored value as users read it back."""
+    """A stored value as users read it back; secrets are not shown."""
+    if key.name == "auth_key":
+        return "***" if value else ""
     return durations.render(value) if key.kind[0] == "d" and value is not None else value

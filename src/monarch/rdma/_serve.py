@@ -66,6 +66,9 @@ class Server:
         _work.submit(lambda: self._dial(frame, owner))
 
     def _dial(self, frame: Frame, owner: int) -> None:
+        if self.node.trust is not None and self.node.trust.kind == "tls":
+            self.node.reply(frame, 0, (b"", pickling.dumps(("no", "data sockets are not encrypted")).stream()))
+            return
         try:
             self.source(owner)
             answer: tuple[Any, ...] = ("ok", *self._ticket(frame.origin))

@@ -105,6 +105,8 @@ class Connection:
         self._dialled = dialled
         self._connecting = connecting
         self._inbox = bytearray()
+        self._reading = threading.Lock()
+        self._unread = 0
         self._stage = _FRAMES if not handshake else _TLS if tls is not None else _GREETING
         self._may_send = not handshake
         self._mine = b""
@@ -116,8 +118,6 @@ class Connection:
                 self._may_send = not connecting
             if not connecting:
                 self._begin()
-        self._reading = threading.Lock()
-        self._unread = 0
         self._poller.watch(self._fd, READ | EDGE | (WRITE if connecting else 0), self._on_event)
 
     # -- sending, from any thread

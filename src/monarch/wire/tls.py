@@ -85,7 +85,8 @@ class TlsSocket:
         with self._lock:
             while True:
                 try:
-                    return self._ssl.read(len(into), into)
+                    n: int = self._ssl.read(len(into), into)  # type: ignore[assignment]
+                    return n
                 except ssl.SSLWantReadError:
                     if not self._fill():
                         return 0
