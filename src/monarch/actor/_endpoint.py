@@ -473,6 +473,10 @@ def send(
     """Like `broadcast` ("all") or `choose` ("choose"); replies, tagged with their rank, go to `port`."""
     if selection not in ("all", "choose"):
         raise ValueError(f"Invalid selection: {selection!r}; expected 'all' or 'choose'")
+    to_workers = getattr(endpoint, "_send", None)  # a remote function of the tensor engine
+    if to_workers is not None:
+        to_workers(tuple(args), dict(kwargs), port, selection)
+        return
     mesh = endpoint._mesh
     parts = endpoint._encode(tuple(args), dict(kwargs))
     node = current_node()

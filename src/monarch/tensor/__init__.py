@@ -12,8 +12,10 @@ from monarch.tensor.borrows import Borrow
 from monarch.tensor.collectives import MeshSliceTensor, reduce, reduce_, slice_mesh, to_mesh
 from monarch.tensor.engine import RemoteException
 from monarch.tensor.fetch import fetch_shard, inspect, show
+from monarch.tensor.groups import RemoteProcessGroup
 from monarch.tensor.handle import Tensor
 from monarch.tensor.mesh import DeviceMesh, get_active_mesh, no_mesh
+from monarch.tensor.remotes import call_on_shard_and_fetch, remote
 from monarch.tensor.streams import Stream, get_active_stream
 
 __all__ = [
@@ -21,8 +23,10 @@ __all__ = [
     "DeviceMesh",
     "MeshSliceTensor",
     "RemoteException",
+    "RemoteProcessGroup",
     "Stream",
     "Tensor",
+    "call_on_shard_and_fetch",
     "fetch_shard",
     "get_active_mesh",
     "get_active_stream",
@@ -30,6 +34,7 @@ __all__ = [
     "no_mesh",
     "reduce",
     "reduce_",
+    "remote",
     "show",
     "slice_mesh",
     "to_mesh",

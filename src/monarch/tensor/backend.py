@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from monarch.actor import ActorMesh, ProcMesh
+from monarch.actor import ActorMesh, ProcMesh, send
 from monarch.mesh import Shape, Slice
 from monarch.runtime.client import current_node
 from monarch.runtime.future import Future
@@ -44,6 +44,13 @@ class ActorBackend:
     def ask(self, batch: Batch, ranks: Slice | None, question: tuple[Any, ...]) -> Future[list[Any]]:
         answers = self._part(ranks).ask.call(batch, question)
         return mapped(answers, lambda mesh: list(mesh.values()))
+
+    def ask_each(self, batch: Batch, ranks: Slice | None, question: tuple[Any, ...]) -> Iterator[Future[Any]]:
+        answers: Iterator[Future[Any]] = self._part(ranks).ask.stream(batch, question)
+        return answers
+
+    def ask_port(self, batch: Batch, ranks: Slice | None, question: tuple[Any, ...], port: Any) -> None:
+        send(self._part(ranks).ask, (batch, question), {}, port=port)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
         self._node.poller.call_later(seconds, callback)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 DELETE = -1
 CONSTANT = -2  #: rest: the tensor
 RANK = -3  #: rest: labels and slice of a mesh, dims to combine (None: the process index)
-CALL = -4  #: rest: function id, argument tree, mutated inputs, number of outputs
+CALL = -4  #: rest: function id, packed arguments, mutated inputs, number of leaves, which of them are tensors
 REDUCE = -5  #: rest: dims, reduction, scatter, where the result goes, its shape, dtype and device
 SEND = -6  #: rest: token, (sender, receiver) pairs
 LEND = -7  #: rest: borrow id; the owner's stream says how far it is
@@ -22,6 +22,8 @@ REPLAY = -11
 PIN = -12
 ADOPT = -13
 RECEIVE = -14  #: rest: token, pairs, device
+EXPORT = -15  #: rest: token, ranks, copy; hands values to an actor of the same process
+RESULT = -16  #: rest: token, mutated inputs, number of leaves, which of them are tensors; what the actor gave
 
 
 class Failure(NamedTuple):

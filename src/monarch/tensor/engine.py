@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from monarch.mesh import Slice
@@ -36,6 +36,12 @@ class Backend(Protocol):
 
     def ask(self, batch: Batch, ranks: Slice | None, question: tuple[Any, ...]) -> Future[list[Any]]:
         """The same, then a question; the future gives one answer per worker, in the order of the ranks."""
+
+    def ask_each(self, batch: Batch, ranks: Slice | None, question: tuple[Any, ...]) -> Iterator[Future[Any]]:
+        """The same, with a future for each answer, in the order of arrival."""
+
+    def ask_port(self, batch: Batch, ranks: Slice | None, question: tuple[Any, ...], port: Any) -> None:
+        """The same, with the answers sent to a port of the user."""
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
         """Runs a callback after a while, on a thread that must not block."""
@@ -250,19 +256,38 @@ class Engine:
 
     def ask(self, mesh: Any, question: tuple[Any, ...], decode: Callable[[list[Any]], Any]) -> Future[Any]:
         """Sends what is pending and a question to the workers of `mesh`; `decode` makes the value of the answers."""
+        self._may_ask()
+        with self.lock:
+            answers = self.backend.ask(*self._pose(mesh), question)
+        return mapped(answers, decode)
+
+    def _pose(self, mesh: Any) -> tuple[Batch, Slice | None]:
+        """Before a question to the workers of `mesh`: what is pending, for them alone. Under the lock."""
+        if self.closed:
+            raise RuntimeError(f"the tensor engine of {self.name} was shut down by exit()")
+        batch, ranks = self._take(mesh)
+        if ranks is None and len(mesh.processes) != self.size:  # the commands concern others too
+            if batch[0] or batch[1]:
+                self.backend.post(batch, None)
+            batch, ranks = ([], []), mesh.processes
+        return batch, ranks
+
+    def ask_each(self, mesh: Any, question: tuple[Any, ...], decode: Callable[[Any], Any]) -> Iterator[Future[Any]]:
+        """`ask`, with one future for each answer, in the order of arrival."""
+        self._may_ask()
+        with self.lock:
+            answers = self.backend.ask_each(*self._pose(mesh), question)
+        return iter([mapped(answer, decode) for answer in answers])
+
+    def ask_port(self, mesh: Any, question: tuple[Any, ...], port: Any) -> None:
+        """`ask`, with the answers sent to a port of the user, tagged with their rank."""
+        self._may_ask()
+        with self.lock:
+            self.backend.ask_port(*self._pose(mesh), question, port)
+
+    def _may_ask(self) -> None:
         if self.held or self.recording is not None:
             raise NotImplementedError("fetching results during a coalescing block is not supported")
-        with self.lock:
-            if self.closed:
-                raise RuntimeError(f"the tensor engine of {self.name} was shut down by exit()")
-            batch, ranks = self._take(mesh)
-            whole = len(mesh.processes) == self.size
-            if ranks is None and not whole:  # the commands concern others too
-                if batch[0] or batch[1]:
-                    self.backend.post(batch, None)
-                batch, ranks = ([], []), mesh.processes
-            answers = self.backend.ask(batch, ranks, question)
-        return mapped(answers, decode)
 
     def failure(self, errors: Sequence[Any]) -> RemoteException:
         """The exception for what workers reported: the earliest failure that is no consequence of another's."""
@@ -291,7 +316,7 @@ class Engine:
 
 def mapped(inner: Future[Any], decode: Callable[[Any], Any]) -> Future[Any]:
     """A future of `decode(result)`, evaluated by its first observer."""
-    out: Future[Any] = Future._make()
+    out: Future[Any] = Future._make(inner._start)  # an answer of a stream is claimed by its first observer
     out._patient = inner._patient
 
     def settle() -> None:

@@ -207,9 +207,9 @@ class Tensor(torch.Tensor):  # type: ignore[misc]
         raise TypeError("a distributed tensor cannot be deep-copied: use t.detach().clone()")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a distributed tensor cannot be pickled here: fetch it, or pass it to an actor of its processes"
-        )
+        from monarch.tensor import carry
+
+        return carry.reduce_tensor(self)
 
 
 for _name in (

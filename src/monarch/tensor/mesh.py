@@ -121,6 +121,17 @@ class DeviceMesh(MeshTrait):
     def stack(self, **kwargs: Any) -> Any:
         raise NotImplementedError("DeviceMesh.stack")
 
+    def process_group(self, dims: Any) -> Any:
+        """A new process group over `dims` (a name or several), for `torch.distributed` in remote functions."""
+        from monarch.tensor.groups import RemoteProcessGroup
+
+        return RemoteProcessGroup((dims,) if isinstance(dims, str) else tuple(dims), self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from monarch.tensor import carry
+
+        return carry.reduce_named("mesh", "a device mesh", self._layout)
+
     def __repr__(self) -> str:
         return f"<DeviceMesh(names({self.names}), processes({list(self.processes)})) at {id(self):#x}>"
 

@@ -160,8 +160,8 @@ def _cloud_pickler() -> Any:
         import cloudpickle
 
         class Cloud(cloudpickle.Pickler):  # type: ignore[misc]
-            def __init__(self, file: Any, buffers: list[memoryview]) -> None:
-                super().__init__(file, _PROTOCOL, buffer_callback=_keeper(buffers))
+            def __init__(self, file: Any, buffers: list[memoryview] | None) -> None:
+                super().__init__(file, _PROTOCOL, buffer_callback=None if buffers is None else _keeper(buffers))
                 self.spans: dict[Any, Any] = {}
                 self.passengers: list[Any] = []
 
@@ -235,9 +235,8 @@ def dump_bytes(obj: Any) -> bytes:
     try:
         _Pickler(out, None).dump(obj)
     except _NeedsCloudpickle:
-        import cloudpickle
-
-        return bytes(cloudpickle.dumps(obj, protocol=_PROTOCOL))
+        out = io.BytesIO()
+        _cloud_pickler()(out, None).dump(obj)
     return out.getvalue()
 
 

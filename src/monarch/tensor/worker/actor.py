@@ -12,7 +12,7 @@ import torch
 from monarch.actor import Actor, endpoint
 from monarch.mesh import Shape, Slice
 from monarch.tensor.codes import Failure
-from monarch.tensor.worker import comms, reductions
+from monarch.tensor.worker import calls, comms, reductions
 from monarch.tensor.worker.moves import Mailbox
 from monarch.tensor.worker.streams import Poison, WorkerStream
 from monarch.tensor.worker.templates import Template
@@ -25,10 +25,11 @@ workers: dict[int, Worker] = {}
 class Lane:
     """A mesh and a stream, as one worker sees them."""
 
-    __slots__ = ("layout", "stream")
+    __slots__ = ("issued", "layout", "stream")
 
     def __init__(self, layout: tuple[Any, ...], stream: WorkerStream) -> None:
         self.layout, self.stream = layout, stream
+        self.issued = 0  #: number of the last command that was given to it
 
 
 class Worker(Actor):
@@ -69,7 +70,11 @@ class Worker(Actor):
     def ask(self, port: Any, batch: Any, question: tuple[Any, ...]) -> None:
         self.take(batch)
         kind, *rest = question
-        getattr(self, f"_ask_{kind}")(port.send, *rest)
+        if kind in ("call", "propagate"):
+            lane = self.lanes[rest[0]]
+            rest.insert(0, 0 if lane is None else lane.issued)
+        to_port = kind == "call" and isinstance(rest[-1], list)
+        getattr(self, f"_ask_{kind}")(port if to_port else port.send, *rest)
 
     @endpoint
     def open_store(self, host: str) -> tuple[str, int]:
@@ -103,6 +108,7 @@ class Worker(Actor):
         for ident, start, commands in segments:
             lane = lanes[ident]
             if lane is not None:
+                lane.issued = start + len(commands)
                 lane.stream.put((start, commands, lane))
 
     def _define_op(self, tid: int, template: bytes) -> None:
@@ -145,6 +151,27 @@ class Worker(Actor):
             reply([_to_client(v) for v in values])
 
         here.stream.put(answer)
+
+    def _ask_call(
+        self, reply: Callable[[Any], None], order: int, lane: int, fid: int, data: bytes, ids: Any, mutated: Any,
+        site: int, only: Any = None,
+    ) -> None:  # fmt: skip
+        here = self.lanes[lane]
+        if here is None:
+            return reply(None)
+        frames = only if isinstance(only, list) else None
+        if frames is not None:  # the answer goes to a port of the user
+            reply, only = calls.for_port(reply, frames), None
+        calls.ask_call(self, reply, here.stream, fid, data, ids, mutated, site, order, only)
+
+    def _ask_propagate(
+        self, reply: Callable[[Any], None], number: int, lane: int, fid: int, data: bytes, ids: Any, order: Any,
+        site: int,
+    ) -> None:  # fmt: skip
+        here = self.lanes[lane]
+        if here is None:
+            return reply(None)
+        calls.ask_propagate(self, reply, here.stream, fid, data, ids, order, site, number)
 
     def _ask_finish(self, reply: Callable[[Any], None]) -> None:
         self.when_all_done(lambda: reply(min(self.failures, default=None, key=lambda f: f.order)))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from monarch.mesh import Slice
+from monarch.runtime import cell
 from monarch.tensor import codes
 from monarch.tensor.codes import Failure
 
@@ -101,12 +102,15 @@ class WorkerStream:
         try:
             handlers[c[0]](self, lane, c, table)
         except BaseException as e:
-            self._failed(e, order, c, c[7] if c[0] == codes.CALL else (), table)
+            self._failed(e, order, c, c[7] if c[0] == codes.CALL else c[6] if c[0] == codes.RESULT else (), table)
 
     def _failed(self, e: BaseException, order: int, c: Any, mutated: Any, table: dict[int, Any]) -> None:
         poison = next((v for i in c[2] if isinstance(v := table.get(i), Poison)), None)
         if poison is None:
-            text = "".join(traceback.format_exception(_user_part(e)))
+            user_part(e)
+            if c[0] == codes.CALL and cell.fetch_sources is not None:
+                cell.fetch_sources(e)
+            text = "".join(traceback.format_exception(e))
             failure = Failure(order, c[1], self.worker.rank, text)
             self.worker.failures.append(failure)
             poison = Poison(failure)
@@ -132,7 +136,7 @@ class WorkerStream:
                     tab[i] = poison
 
 
-def _user_part(e: BaseException) -> BaseException:
+def user_part(e: BaseException) -> BaseException:
     """The exception with the traceback from where code of the user, or torch, begins."""
     from monarch.tensor.worker import streams
 
