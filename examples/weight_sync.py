@@ -14,6 +14,7 @@ from monarch.weights import WeightSource, WeightSubscriber
 
 
 def make_model():
+    torch.set_num_threads(1)  # several processes share the cores
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 512))
 
@@ -44,6 +45,11 @@ class Generator(Actor):
         self.trainer = trainer
         self.weights = WeightSubscriber(trainer, self.model)
         self.random = random.Random(current_rank().rank)
+
+    @endpoint
+    def ready(self):
+        self.weights.sync()
+        self.model(torch.randn(32, 512))
 
     @endpoint
     def run(self, until):
@@ -87,6 +93,8 @@ def main():
     procs = this_host().spawn_procs({"gpus": options.generators + 1})
     trainer = procs.slice(gpus=0).spawn("trainer", Trainer)
     generators = procs.slice(gpus=slice(1, None)).spawn("generators", Generator, trainer)
+    trainer.step.call_one().get(timeout=60)
+    generators.ready.call().get(timeout=60)
     start = time.time()
     running = generators.run.call(start + options.seconds)
     shown = start
