@@ -23,3 +23,7 @@ def test_generators_follow_a_trainer(nothing_left):
     out = run("weight_sync.py", "--generators", "2", "--seconds", "1.5", "--out", "")
     found = re.findall(r"generator \d: (\d+) versions, (\d+) MB by 'vm'", out)
     assert len(found) == 2 and all(int(versions) > 3 for versions, _ in found)
+
+
+def test_ping_pong_ends(nothing_left):
+    assert re.search(r"200 rounds by 'vm': [\d.]+ us a stroke", run("ping_pong.py", "--rounds", "200"))
