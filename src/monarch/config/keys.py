@@ -115,7 +115,7 @@ def _rows() -> list[Key]:
         ("rdma_tcp_fallback_parallelism", "i", 2), ("rdma_max_nics_per_buffer", "i?", None),
         ("rdma_min_stripe_size_kb", "i", 512), ("rdma_qps_per_cq", "i", 64), ("rdma_cq_poller_per_device", "b", True),
         ("rdma_qps_per_peer", "i", 4), ("rdma_host_odp", "b", False), ("rdma_cq_busy_poll_window", "d?", None),
-        ("rdma_disable_vm_access", "b", False),
+        ("rdma_disable_vm_access", "b", False), ("rdma_nixl", "s", "auto"),
     ]  # fmt: skip
     rows += [Key(n, k, d, "MONARCH_" + n.upper(), n.replace("_", " ")) for n, k, d in rdma]
     rows.append(Key("enable_unawaited_python_task_traceback", "b", False, "ENABLE_UNAWAITED_PYTHON_TASK_TRACEBACK"))

@@ -58,6 +58,9 @@ class Manager:
             node.tell(node.agent_id, "rdma_table", self.table.pid, self.table.address, self.table.cookie)
         node.control["rdma_drop"] = self._on_drop
         node.control["rdma_ipc"] = self._on_ipc
+        node.control["rdma_nixl"] = self._on_nixl
+        node.control["rdma_nixl_busy"] = self._on_nixl_busy
+        self.nixl: Any = None  #: the adapter, once somebody needed it
         node.on_node_down.append(self._on_node_down)
 
     # -- the owner's side
@@ -74,8 +77,22 @@ class Manager:
             max(self.table.fd, 0), shared, self.node.name,
         )  # fmt: skip
 
-    def _on_drop(self, frame: Frame, ident: int) -> None:
+    def _on_nixl(self, frame: Frame, ident: int) -> None:
+        from monarch.rdma import _nixl
+
+        _nixl.on_ask(self, frame, ident)
+
+    def _on_nixl_busy(self, frame: Frame) -> None:
+        if self.nixl is not None:
+            _work.submit(self.nixl.expect)
+
+    def _forget_registration(self, ident: int) -> None:
         self.table.drop(ident)
+        if self.nixl is not None:
+            _work.submit(lambda: self.nixl.forget(ident))
+
+    def _on_drop(self, frame: Frame, ident: int) -> None:
+        self._forget_registration(ident)
         self.node.reply(frame, 0, (b"", pickling.dumps(None).stream()))
 
     def _on_ipc(self, frame: Frame, ident: int) -> None:
@@ -92,7 +109,7 @@ class Manager:
 
     def drop(self, handle: Handle) -> Future[None]:
         if handle.node == self.node.id:
-            self.table.drop(handle.slot.id)
+            self._forget_registration(handle.slot.id)
             return Future._of(None)
         port = Answer(self.node, (handle.node, handle.host.agent), gone_is_fine=True)
         if not self.node.tell(handle.node, "rdma_drop", handle.slot.id, host=handle.host, reply=port.ident):

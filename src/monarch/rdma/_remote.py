@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch.config import store
-from monarch.rdma import _wire
+from monarch.rdma import _nixl, _wire
 from monarch.rdma._handle import Handle, machine
 from monarch.rdma._paths import Op, Path
 from monarch.rdma._peer import Cancelled, Dropped, Gone, Peer, Refused
@@ -24,6 +25,8 @@ from monarch.wire.frames import CONTROL, Frame
 
 if TYPE_CHECKING:
     from monarch.rdma._manager import Manager
+
+log = logging.getLogger("monarch.rdma")
 
 #: requests of small reads that go out before the first answer is read: they fit into a socket buffer
 _PIPELINE = 64
@@ -288,6 +291,11 @@ def find(manager: Manager, handle: Handle, cancelled: Callable[[], bool]) -> Pat
     """Asks the owner's host, and if it says so the owner, how to reach its memory. Raises Gone, Refused."""
     if handle.gpu and handle.machine == machine() != 0:
         return _ipc(manager, handle)
+    if _nixl.usable():
+        try:
+            return _nixl.Nixl(manager, handle)
+        except Refused as e:
+            log.info("%s: no way by nixl (%s): taking the next path", handle.owner, e)
     if not store.effective("rdma_allow_tcp_fallback"):
         raise Refused("sockets are turned off (rdma_allow_tcp_fallback=False)")
     dest = handle.host.agent if not handle.gpu else handle.node
