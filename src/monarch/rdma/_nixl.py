@@ -1,8 +1,8 @@
 """RDMA NICs through `nixl`: UCX for InfiniBand and RoCE, libfabric for EFA. Optional, imported at first need.
 
 Owners register a region when the first reader asks for it, and hand out the agent's metadata. A reader fetches the
-data, then the owner's slot, and so notices a drop. Agents have no progress thread of their own: the reader polls while it
-waits, and tells the owner that work is in flight, which polls meanwhile (connections are set up that way; some
+data, then the owner's slot, and so notices a drop. Agents have no progress thread of their own: the reader polls while
+it waits, and tells the owner that work is in flight, which polls meanwhile (connections are set up that way; some
 transports need it for each transfer).
 """
 

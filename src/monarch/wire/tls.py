@@ -31,6 +31,9 @@ class TlsSocket:
     def family(self) -> int:
         return self.raw.family
 
+    def getsockopt(self, level: int, option: int) -> int:
+        return self.raw.getsockopt(level, option)
+
     @property
     def pending(self) -> bool:
         """Something waits for `flush`."""

@@ -14,14 +14,15 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import ssl
-import tempfile
 import warnings
 from collections.abc import Iterator
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 from monarch.config import store
 from monarch.wire.addresses import Address
+
+if TYPE_CHECKING:
+    import ssl  # loaded only where TLS is spoken: it takes as long to import as all of this package
 
 ANYBODY = "trust_all_connections"
 LEAST_KEY = 16  #: bytes; whoever watches a handshake can try out short keys at leisure
@@ -137,6 +138,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _context(authority: Pem | None, identity: Pem | None, listener: bool) -> ssl.SSLContext:
+    import ssl
+
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listener else ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.check_hostname = False  # the authority vouches for members of the cluster, not for machine names
@@ -198,6 +201,8 @@ def _as_file(given: Pem) -> Iterator[str]:
         yield os.fspath(given)  # type: ignore[misc]
         return
     data = given if isinstance(given, bytes) else str(given).encode()
+    import tempfile
+
     with tempfile.NamedTemporaryFile(prefix="monarch-pem-") as f:  # mode 0600
         f.write(data)
         f.flush()
