@@ -52,6 +52,7 @@ def _rows() -> list[Key]:
         Key("hyperactor_tls_ca", "s", "/etc/hyperactor/tls/ca.crt", h + "TLS_CA", "authority", local=True),
         Key("auth_key", "s", "", "MONARCH_AUTH_KEY", "secret that hosts must prove to know", local=True),
         Key("auth_key_file", "s", "", "MONARCH_AUTH_KEY_FILE", "file with that secret", local=True),
+        Key("channel_refused_timeout", "d", 1.0, h + "CHANNEL_REFUSED_TIMEOUT", "lost when refused for that long"),
         Key("trust_remote_connections", "b", False, "MONARCH_TRUST_REMOTE_CONNECTIONS", "no authentication at all"),
         Key("file_log_level", "s", "", "MONARCH_FILE_LOG", "level of the internal log"),
         Key("monarch_log_suffix", "s", "", "MONARCH_LOG_SUFFIX", "suffix of the internal log's name"),

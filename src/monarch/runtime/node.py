@@ -27,6 +27,7 @@ from monarch.wire.door import Door
 from monarch.wire.frames import CALL, CAST, CONTROL, DEAD, ERROR, RANKED, RELEASE, REPLY, SHM, URGENT, Bytes, Frame
 from monarch.wire.poller import READ, Poller
 from monarch.wire.segments import AVAILABLE, MappedSegments, SegmentPool
+from monarch.wire.session import Revival, Session, Terms
 
 if TYPE_CHECKING:
     from monarch.runtime.agent import HostAgent
@@ -91,6 +92,7 @@ class Node:
         self.agent_id = agent
         self.secret = secret
         self.trust: trust.Trust | None = None  #: how other hosts and this one prove themselves
+        self.sessions: dict[bytes, Connection] = {}  #: of hosts and clients that dialled
         self.trusts: dict[str, trust.Trust] = {}  #: address of a host attached -> the same
         self.poller = Poller(float(store.effective("busy_wait")))
         self.pool: SegmentPool | None = SegmentPool(int(store.effective("shm_pool_limit"))) if AVAILABLE else None
@@ -318,7 +320,7 @@ class Node:
         proofs = self._proofs(address, sock.getpeername()[0] if sock.family != socket.AF_UNIX else "")
         with self._route_lock:
             frames = self.dialling.pop(alias, [])
-            conn = self._adopt(sock, peer=0, address=address, dialled=True, **proofs)
+            conn = self._with_session(self._adopt(sock, peer=0, address=address, dialled=True, **proofs), proofs)
             self.routes[alias] = conn
             for frame in frames:
                 self.routes[frame.dest] = conn
@@ -354,7 +356,39 @@ class Node:
         except BaseException:
             sock.close()
             raise
-        return self._adopt(sock, peer=0, address=address, dialled=True, connecting=True, **proofs)
+        made = self._adopt(sock, peer=0, address=address, dialled=True, connecting=True, **proofs)
+        return self._with_session(made, proofs)
+
+    def _terms(self) -> Terms:
+        return Terms(
+            max(1, int(store.effective("message_ack_every_n_messages"))),
+            float(store.effective("message_ack_time_interval")),
+            int(store.effective("send_queue_limit")),
+            float(store.effective("channel_reconnect_timeout")),
+            float(store.effective("channel_refused_timeout")),
+        )
+
+    def _with_session(self, conn: Connection, proofs: dict[str, Any]) -> Connection:
+        """A connection that this end dialled survives the loss of its socket; not within one machine's unix sockets."""
+        where = addresses.parse(conn.address) if conn.address else None
+        if where is None or where.scheme == "ipc":
+            return conn
+
+        def again(revival: Revival) -> Connection:
+            def ready(made: Connection) -> None:
+                made.attempt(session)
+
+            sock, _ = _start_connecting(where)
+            return Connection(
+                self.poller, sock, self.id, self.limits, self._on_frame, lambda c, r: None,
+                peer=conn.peer, address=conn.address, dialled=True, connecting=True, on_ready=ready,
+                reviving=revival, **proofs,
+            )  # fmt: skip
+
+        session = Session(self._terms(), dial=again)
+        own = self.address if self.listening is not None and self.address.startswith("t") else ""
+        conn.begin_session(session, "" if self.agent is None or self.agent.on_shutdown is None else own)
+        return conn
 
     def _proofs(self, address: str, numeric: str) -> dict[str, Any]:
         if not numeric:
@@ -405,7 +439,11 @@ class Node:
             if conn.family == socket.AF_UNIX:
                 return self._adopt(conn, on_ready=self._accepted, secret=None)
             addresses.tune(conn)
-            return self._adopt(conn, on_ready=self._accepted, **proofs)
+            made = self._adopt(conn, on_ready=self._accepted, **proofs)
+            if how is not None:
+                made.sessions = self.sessions
+                made.session_of = lambda ident: Session(self._terms(), ident)
+            return made
 
         self.poller.watch(sock.fileno(), READ, Door(self.poller, sock, arrived).on_event)
         return self.address
@@ -657,7 +695,7 @@ class Node:
         """Lets go of everything; on the runtime thread or after it ended."""
         self.closing = True
         self.stop_listening()
-        for conn in set(self.routes.values()):
+        for conn in {*self.routes.values(), *self.sessions.values()}:
             conn.close("this process is shutting down")
         self.routes.clear()
         if self.pool is not None:

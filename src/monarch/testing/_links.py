@@ -28,6 +28,7 @@ class Link:
     cut()        silence: nothing passes in either direction, no connection closes (a dead switch)
     delay(s)     each byte arrives `s` seconds later
     mend()       passes everything on again, also what waited; no delay
+    sever()      closes all connections, accepts new ones at once
     drop()       closes all connections, refuses new ones until `mend` (a machine that went down)
     """
 
@@ -49,6 +50,7 @@ class Link:
         self._lock = threading.Lock()
         self._cut = self._dropped = self._closed = False
         self._delay = 0.0
+        self._severed = False
         self._thread = threading.Thread(target=self._run, name="monarch-link", daemon=True)
         self._thread.start()
 
@@ -67,6 +69,9 @@ class Link:
 
     def drop(self) -> None:
         self._change(dropped=True)
+
+    def sever(self) -> None:
+        self._change(severed=True)
 
     def close(self) -> None:
         """Closes everything. Idempotent."""
@@ -99,7 +104,8 @@ class Link:
                     self._wake_r.recv(4096)
                 else:
                     self._read(key.data)
-            if self._dropped:
+            if self._dropped or self._severed:
+                self._severed = False
                 for way in list(self._ways):
                     self._end(way)
             self._pass_on()

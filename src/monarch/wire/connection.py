@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import collections
 import collections.abc
+import contextlib
+import errno
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from monarch.wire import addresses, auth
-from monarch.wire.frames import RELEASE, SHM, Bytes, Frame, FrameError, FrameParser
+from monarch.wire.frames import ACK, DEAD, HELLO, RELEASE, SHM, Bytes, Frame, FrameError, FrameParser
 from monarch.wire.poller import EDGE, HANGUP, READ, WRITE, Poller
+from monarch.wire.session import Revival, Session
 
 if TYPE_CHECKING:
     import ssl
@@ -70,6 +74,7 @@ class Connection:
         pool: SegmentPool | None = None,
         shm_threshold: int = 1 << 62,
         on_ready: Callable[[Connection], None] | None = None,
+        reviving: Revival | None = None,
     ) -> None:
         sock.setblocking(False)
         self.peer = peer  #: node id of the other end; 0 until the handshake told it
@@ -78,6 +83,13 @@ class Connection:
         self.closed = False
         self.reason = ""
         self.heard = 0  #: how often something arrived
+        self.session: Session | None = None  #: to go on with when the socket is lost; see `begin_session`
+        self.sessions: dict[bytes, Connection] = {}  #: at a listener: those that may be taken up again
+        self.reviving = reviving  #: this is an attempt to get another connection back
+        self.was_refused = False  #: the other end's kernel, or somebody in its place, said no
+        self._suspended = False  #: there is no socket now
+        self._held = False  #: there is one again, and the other end has not seen that yet
+        self._node = node
         self._poller = poller
         self._sock: socket.socket = sock
         self._tls: TlsSocket | None = None
@@ -133,7 +145,11 @@ class Connection:
         with self._lock:
             if self.closed:
                 raise ConnectionClosed(self.reason)
-            if self._queue or not self._may_send:
+            if self.session is not None:
+                parts = self.session.keep(head, parts)
+            if self._suspended or self._held:
+                pass  # sent from what is kept
+            elif self._queue or not self._may_send:
                 self._enqueue(head, parts)
             else:
                 sent = self._write(head, parts, size)
@@ -142,9 +158,10 @@ class Connection:
                 elif self._tls is not None and self._tls.pending and not self._writing:
                     self._writing = True
                     self._poller.post(self._watch)
-            if self._queued <= self._limits.send_queue or self._poller.is_current():
+            if self._queued <= self._limits.send_queue and (self.session is None or not self.session.is_full):
                 return
-            self._wait_for_room()
+            if not self._poller.is_current():
+                self._wait_for_room()
 
     def lend(self, frame: Frame, borrowers: list[int]) -> Frame | None:
         """Moves a frame's parts into one segment for several receivers of this host; None when it should not."""
@@ -179,8 +196,14 @@ class Connection:
         except BlockingIOError:
             return 0
         except OSError as e:
-            self._poller.post(lambda e=e: self.close(f"connection lost: {e.strerror}"))  # type: ignore[misc]
+            self._lost_soon(f"connection lost: {e.strerror}")
+            if self.session is not None:
+                return size  # it is kept
             raise ConnectionClosed(f"connection lost: {e.strerror}") from None
+
+    def _lost_soon(self, reason: str) -> None:
+        sock = self._sock
+        self._poller.post(lambda: self._lost(reason) if self._sock is sock else None)
 
     def _enqueue(self, head: bytes, parts: collections.abc.Sequence[Bytes], skip: int = 0) -> None:
         for part in (head, *parts):
@@ -188,7 +211,9 @@ class Connection:
             if skip >= view.nbytes:
                 skip -= view.nbytes
                 continue
-            rest = memoryview(bytes(view[skip:]))  # a copy: the caller may change its memory after the call
+            rest = view[skip:]
+            if type(part) is not bytes:
+                rest = memoryview(bytes(rest))  # a copy: the caller may change its memory after the call
             skip = 0
             self._queue.append(rest)
             self._queued += rest.nbytes
@@ -199,7 +224,9 @@ class Connection:
     def _wait_for_room(self) -> None:
         if self._room is None:
             self._room = threading.Condition(self._lock)
-        while self._queued > self._limits.send_queue // 2 and not self.closed:
+        while not self.closed and (
+            self._queued > self._limits.send_queue // 2 or (self.session is not None and self.session.is_full)
+        ):
             self._room.wait(1.0)
 
     def _send_raw(self, data: bytes) -> None:
@@ -207,13 +234,12 @@ class Connection:
         try:
             self._sock.send(data)
         except OSError as e:
-            reason = f"connection lost: {e.strerror}"
-            self._poller.post(lambda: self.close(reason))
+            self._lost_soon(f"connection lost: {e.strerror}")
 
     # -- on the runtime thread
 
     def _watch(self) -> None:
-        if not self.closed:
+        if not self.closed and not self._suspended:
             writing = WRITE if self._writing or self._connecting else 0
             self._poller.watch(self._fd, READ | EDGE | writing, self._on_event)
 
@@ -233,7 +259,7 @@ class Connection:
             try:
                 event, self._unread = self._unread, 0
                 more = True
-                while more and not self.closed:
+                while more and not self.closed and not self._suspended:
                     more = self._receive(bool(event & HANGUP))
             finally:
                 self._reading.release()
@@ -243,8 +269,7 @@ class Connection:
     def _connected(self) -> bool:
         error = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            import os
-
+            self.was_refused = error == errno.ECONNREFUSED
             self.close(f"cannot connect: {os.strerror(error)}")
             return False
         self._connecting = False
@@ -279,8 +304,7 @@ class Connection:
                 except BlockingIOError:
                     return
                 except OSError as e:
-                    reason = f"connection lost: {e.strerror}"
-                    self._poller.post(lambda: self.close(reason))
+                    self._lost_soon(f"connection lost: {e.strerror}")
                     return
                 self._queued -= n
                 while n:
@@ -299,8 +323,7 @@ class Connection:
         try:
             self._tls.flush()
         except OSError as e:
-            reason = f"connection lost: {e.strerror}"
-            self._poller.post(lambda: self.close(reason))
+            self._lost_soon(f"connection lost: {e.strerror}")
             return False
         return not self._tls.pending
 
@@ -324,14 +347,14 @@ class Connection:
                 if n:
                     frame = self._parser.received_into(n)
                     if frame is not None:
-                        self._on_frame(self, frame)
+                        self._deliver(frame)
                     return to_the_end or n == room
             else:
                 data = self._sock.recv(_CHUNK)
                 if data:
                     if self._stage == _FRAMES:
                         for frame in self._parser.feed(data):
-                            self._on_frame(self, frame)
+                            self._deliver(frame)
                     else:
                         self._shake(data)
                     return to_the_end or len(data) == _CHUNK
@@ -342,9 +365,11 @@ class Connection:
             self.close(str(e))
             return False
         except OSError as e:
-            self.close(self._why_lost(e))
+            self.was_refused = isinstance(e, ConnectionError)
+            self._lost(self._why_lost(e))
             return False
-        self.close("connection closed by the peer")
+        self.was_refused = True
+        self._lost("connection closed by the peer")
         return False
 
     def _why_lost(self, e: OSError) -> str:
@@ -391,7 +416,7 @@ class Connection:
         if self._stage == _FRAMES and self._inbox and not self.closed:
             rest, self._inbox = self._inbox, bytearray()
             for frame in self._parser.feed(rest):
-                self._on_frame(self, frame)
+                self._deliver(frame)
 
     def _done(self) -> None:
         self._stage = _FRAMES
@@ -400,6 +425,161 @@ class Connection:
         if self._on_ready is not None:
             self._on_ready(self)
         self._open_gate()
+
+    # -- sessions
+
+    def begin_session(self, session: Session, own_address: str) -> None:
+        """At the end that dialled, before anything is sent: when the socket is lost, this connection goes on."""
+        hello = Frame(HELLO, 0, self._node, 0, (session.ident, own_address.encode()))
+        with self._lock, contextlib.suppress(ConnectionClosed):
+            self._say(hello)
+        self.session = session
+
+    def _say(self, frame: Frame) -> None:
+        """Sends a frame that is not counted. Under the lock."""
+        if self._queue or not self._may_send:
+            self._enqueue(frame.head(), frame.parts)
+        else:
+            sent = self._write(frame.head(), frame.parts, frame.nbytes)
+            if sent < frame.nbytes:
+                self._enqueue(frame.head(), frame.parts, skip=sent)
+
+    def _deliver(self, frame: Frame) -> None:
+        if frame.kind == HELLO:
+            self._on_hello(frame)
+            return
+        if frame.kind == ACK:
+            self._on_ack(frame.key)
+            return
+        session = self.session
+        if session is not None:
+            if session.got(frame.nbytes):
+                self._tell()
+            elif not session.telling:
+                session.telling = True
+                self._poller.call_later(session.terms.after, self._tell_late)
+        self._on_frame(self, frame)
+
+    def _tell_late(self) -> None:
+        session = self.session
+        assert session is not None
+        session.telling = False
+        if session.told < session.received:
+            self._tell()
+
+    def _tell(self) -> None:
+        assert self.session is not None
+        with self._lock:
+            if not self.closed and not self._suspended and not self._held:
+                self._say(Frame(ACK, 0, self._node, self.session.tell()))
+
+    def _on_ack(self, count: int) -> None:
+        with self._lock:
+            session = self.session
+            valid = session is not None and session.confirm(count)
+            if valid and self._held:
+                self._held = False
+                self._send_again()
+            if self._room is not None:
+                self._room.notify_all()
+        if not valid:
+            self.close("the peer confirmed what was never sent")
+
+    def _on_hello(self, frame: Frame) -> None:
+        """A session begins, is taken up again, or is over."""
+        if frame.flags & DEAD:
+            revival, self.reviving = self.reviving, None
+            self.close("connection closed by the peer")
+            if revival is not None and not revival._over():
+                revival.conn.close("the other end does not know this connection any more")
+        elif self.reviving is not None:  # the answer to an attempt
+            revival, self.reviving = self.reviving, None
+            if not revival._over():
+                revival.conn._take_over(self, frame.key, False)
+            self.close("another attempt was faster")
+        elif frame.reply:  # somebody wants to take up a session
+            old = self.sessions.get(bytes(frame.parts[0]))
+            if old is None or old.closed or old.peer != self.peer:
+                with self._lock, contextlib.suppress(ConnectionClosed):
+                    self._say(Frame(HELLO, 0, self._node, flags=DEAD))
+                self.close("it wants to go on with a connection that is over")
+            else:
+                old._take_over(self, frame.key, True)
+        elif self.session is None and self.session_of is not None:
+            session = self.session_of(bytes(frame.parts[0]))
+            session.peer_address = bytes(frame.parts[1]).decode(errors="replace")
+            self.session = session
+            self.sessions[session.ident] = self
+
+    session_of: Callable[[bytes], Session] | None = None  #: at a listener: makes its end of a session
+
+    def attempt(self, session: Session) -> None:
+        """This is a new socket for `session`: says so, and how much came over the former ones."""
+        with self._lock, contextlib.suppress(ConnectionClosed):
+            self._say(Frame(HELLO, 0, self._node, session.received, (session.ident, b""), reply=1))
+
+    @property
+    def is_attempt(self) -> bool:
+        return self.reviving is not None
+
+    def _take_over(self, made: Connection, count: int, answer: bool) -> None:
+        """Goes on over the socket of `made`; the other end got `count` frames."""
+        session = self.session
+        assert session is not None
+        self._suspend()
+        with self._reading, self._lock:
+            valid = session.confirm(count)
+            if valid and not self.closed:
+                made._poller.unwatch(made._fd)
+                made.closed = True
+                if made._timer is not None:
+                    made._timer.cancel()
+                self._sock, self._tls, self._fd = made._sock, made._tls, made._fd
+                self._parser = FrameParser(self._limits.max_frame)
+                self._queue.clear()
+                self._queued = 0
+                self._suspended, self._may_send, self._writing = False, True, True
+                self._held = answer  # frames right behind the answer would still reach the other end's attempt
+                session.resumed += 1
+                self._poller.watch(self._fd, READ | EDGE | WRITE, self._on_event)
+                kind = HELLO if answer else ACK
+                self._say(Frame(kind, 0, self._node, session.tell()))
+                if not answer:
+                    self._send_again()
+        if valid:  # an event that came while we held `_reading` was only noted
+            self._poller.post(lambda: self._on_event(READ))
+        else:
+            self.close("the two ends disagree on what was sent")
+
+    def _send_again(self) -> None:
+        """Queues all that was not confirmed. Under the lock."""
+        assert self.session is not None
+        for parts in self.session.kept:
+            for part in parts:
+                if len(part):
+                    self._queue.append(memoryview(part).cast("B"))
+                    self._queued += len(part)
+        if not self._writing:
+            self._writing = True
+            self._poller.post(self._watch)
+
+    def _suspend(self) -> None:
+        with self._lock:
+            if self.closed or self._suspended:
+                return
+            self._suspended, self._may_send, self._writing, self._held = True, False, False, False
+            self._queue.clear()
+            self._queued = 0
+        self._poller.unwatch(self._fd)
+        self._sock.close()
+
+    def _lost(self, reason: str) -> None:
+        """The socket is of no more use."""
+        if self.session is None or self._stage != _FRAMES:
+            self.close(reason)
+        elif not self.closed and not self._suspended:
+            self._suspend()
+            Revival(self, self.session, reason)
 
     def _too_slow(self) -> None:
         if self._stage != _FRAMES:
@@ -429,6 +609,9 @@ class Connection:
         with self._lock:
             if self.closed:
                 return
+            if self.session is not None and not self._suspended and not self._queue and self._stage == _FRAMES:
+                with contextlib.suppress(OSError):
+                    self._sock.send(Frame(HELLO, 0, self._node, flags=DEAD).head())  # no need to wait for us
             self.closed = True
             self.reason = reason
             self._queue.clear()
@@ -437,8 +620,14 @@ class Connection:
                 self._room.notify_all()
         if self._timer is not None:
             self._timer.cancel()
-        self._poller.unwatch(self._fd)
-        self._sock.close()
+        if not self._suspended:
+            self._poller.unwatch(self._fd)
+            self._sock.close()
+        if self.session is not None and self.sessions.get(self.session.ident) is self:
+            del self.sessions[self.session.ident]
+        if self.reviving is not None:
+            revival, self.reviving = self.reviving, None
+            revival.ended(self, reason)
         self._on_close(self, reason)
 
 

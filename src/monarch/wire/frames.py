@@ -23,7 +23,7 @@ _HEAD_OF_TWO = struct.Struct(HEADER.format + "2Q")
 _LENGTHS = [struct.Struct(f"<{n}Q") for n in range(9)]
 
 # Kinds of frames.
-HELLO, CALL, REPLY, CONTROL, RELEASE, CAST = range(6)
+HELLO, CALL, REPLY, CONTROL, RELEASE, CAST, ACK = range(7)
 
 # Flags.
 SHM = 1  #: the parts lie in a shared-memory segment; the only part on the wire is its ticket
@@ -88,7 +88,7 @@ class Frame:
         ) + lengths.pack(*map(len, parts))
 
     def __repr__(self) -> str:
-        names = ["HELLO", "CALL", "REPLY", "CONTROL", "RELEASE", "CAST"]
+        names = ["HELLO", "CALL", "REPLY", "CONTROL", "RELEASE", "CAST", "ACK"]
         kind = names[self.kind] if self.kind < len(names) else str(self.kind)
         return f"<{kind} {self.origin:x}->{self.dest:x} key={self.key:x} {[len(p) for p in self.parts]}>"
 
