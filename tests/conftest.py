@@ -32,6 +32,11 @@ def wait_until(fact, within=10.0):
         time.sleep(0.01)
 
 
+def ask(endpoint, *args, **kwargs):
+    """The answer of the only actor of a mesh."""
+    return endpoint.call_one(*args, **kwargs).get(timeout=WAIT)
+
+
 def gone(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as f:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from actors_with_memory import Owner, Taker
 
+from conftest import ask
 from monarch.rdma import (
     RDMAAction,
     RDMABuffer,
@@ -30,10 +31,6 @@ WAIT = 30
 def pair(procs):
     mesh = procs(2)
     return mesh.slice(gpus=0).spawn("owner", Owner), mesh.slice(gpus=1).spawn("taker", Taker)
-
-
-def ask(endpoint, *args, **kwargs):
-    return endpoint.call_one(*args, **kwargs).get(timeout=WAIT)
 
 
 class TestBetweenProcesses:

@@ -7,7 +7,7 @@ import signal
 import pytest
 from actors_with_memory import Owner
 
-from conftest import wait_until
+from conftest import ask, wait_until
 from monarch.actor import this_host
 from monarch.config import configured
 from monarch.rdma import RDMABufferDroppedError, RDMAOwnerDiedError
@@ -24,10 +24,6 @@ def owner(nothing_left):
         mesh = this_host().spawn_procs({"gpus": 1})
         yield mesh.spawn("owner", Owner)
         mesh.stop().get(timeout=WAIT)
-
-
-def ask(endpoint, *args):
-    return endpoint.call_one(*args).get(timeout=WAIT)
 
 
 def test_reads_and_writes(owner):

@@ -7,7 +7,7 @@ import signal
 import pytest
 from actors_with_memory import Owner, Taker
 
-from conftest import wait_until
+from conftest import ask, wait_until
 from monarch.actor import this_host
 from monarch.config import configured
 from monarch.rdma import RDMAAction, RDMABuffer, RDMABufferDroppedError, RDMAOwnerDiedError, RDMATimeoutError
@@ -16,10 +16,6 @@ from monarch.testing import local_hosts
 WAIT = 30
 #: path, and how it is brought about
 WAYS = ["vm", "tcp by the agent", "tcp by the owner", "tcp between hosts", "relay"]
-
-
-def ask(endpoint, *args, **kwargs):
-    return endpoint.call_one(*args, **kwargs).get(timeout=WAIT)
 
 
 class Way:

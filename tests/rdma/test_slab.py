@@ -10,7 +10,7 @@ import pytest
 import torch
 from actors_with_memory import Owner, Taker
 
-from conftest import wait_until
+from conftest import ask, wait_until
 from monarch.config import configured
 from monarch.rdma import (
     RDMAAction,
@@ -24,10 +24,6 @@ from monarch.rdma import (
 from monarch.rdma._manager import manager
 
 WAIT = 30
-
-
-def ask(endpoint, *args, **kwargs):
-    return endpoint.call_one(*args, **kwargs).get(timeout=WAIT)
 
 
 @pytest.fixture

@@ -207,6 +207,13 @@ def publisher_of(value=0.0, **options):
     return WeightPublisher(m, **options), m
 
 
+def cut(whole, shard):
+    """The shard of a whole tensor."""
+    for d, (start, n) in enumerate(zip(shard.offset, shard.local_shape, strict=True)):
+        whole = whole.narrow(d, start, n)
+    return whole
+
+
 class Holder(Actor):
     """Holds shards of a tensor that everybody can make from a seed."""
 
@@ -220,9 +227,7 @@ class Holder(Actor):
     def shard(self, seed, s, dtype):
         g = torch.Generator().manual_seed(seed)
         whole = torch.randint(-100, 100, s.global_shape, generator=g).to(dtype)
-        for d, (start, n) in enumerate(zip(s.offset, s.local_shape, strict=True)):
-            whole = whole.narrow(d, start, n)
-        return whole
+        return cut(whole, s)
 
     @endpoint
     def hold(self, seed, s, dtype):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from actors_of_weights import Holder
+from actors_of_weights import Holder, cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,13 +25,6 @@ from monarch.weights.reshard import (
 )
 
 WAIT = 60
-
-
-def cut(whole, shard):
-    """The shard of a whole tensor."""
-    for d, (start, n) in enumerate(zip(shard.offset, shard.local_shape, strict=True)):
-        whole = whole.narrow(d, start, n)
-    return whole
 
 
 @st.composite

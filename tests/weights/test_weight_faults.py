@@ -7,16 +7,12 @@ import time
 import pytest
 from actors_of_weights import Generator, Trainer, fill, model, publisher_of, values
 
-from conftest import gone, wait_until
+from conftest import ask, gone, wait_until
 from monarch.actor import ActorError
 from monarch.rdma import RDMAOwnerDiedError
 from monarch.weights import WeightsLapped, WeightSubscriber
 
 WAIT = 60
-
-
-def ask(endpoint, *args, **kwargs):
-    return endpoint.call_one(*args, **kwargs).get(timeout=WAIT)
 
 
 class TestOvertaken:

@@ -16,15 +16,12 @@ from actors_of_weights import (
     values,
 )
 
+from conftest import ask
 from monarch.actor import ActorError, Channel
 from monarch.config import configured
 from monarch.weights import LayoutMismatch, WeightLayout, WeightPublisher, WeightsLapped, WeightSubscriber
 
 WAIT = 60
-
-
-def ask(endpoint, *args, **kwargs):
-    return endpoint.call_one(*args, **kwargs).get(timeout=WAIT)
 
 
 class TestLayout:

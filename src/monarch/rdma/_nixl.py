@@ -50,6 +50,11 @@ def _backend() -> str:
     return "LIBFABRIC" if "efa" in drivers else "UCX"
 
 
+def _memory(device: str) -> tuple[str, int]:
+    """(nixl's kind of memory, number of the device) of a device as torch names it."""
+    return ("DRAM", 0) if device == "cpu" else ("VRAM", int(device.partition(":")[2] or 0))
+
+
 class Adapter:
     """This process's agent. Thread-safe: one call at a time goes into the library."""
 
@@ -68,7 +73,7 @@ class Adapter:
         self._polling = False
 
     def register(self, address: int, nbytes: int, device: str = "cpu") -> Any:
-        kind, number = ("DRAM", 0) if device == "cpu" else ("VRAM", int(device.partition(":")[2] or 0))
+        kind, number = _memory(device)
         with self.lock:
             return self.agent.register_memory([(address, nbytes, number, "")], kind, backends=[self.backend])
 
@@ -88,7 +93,6 @@ class Adapter:
                 self._table = self.register(self.manager.table.address, SLOTS * SLOT)
             if ident not in self._registered:
                 self._registered[ident] = self.register(region.address, region.nbytes, region.device)
-            self.agent.get_agent_metadata()
             self.expect()
             return self.name, self.agent.get_agent_metadata()
 
@@ -197,8 +201,8 @@ class Nixl(Path):
                 self._check(op, cancelled)
             local = self.adapter.register(op.local.address, op.nbytes, op.local.device)
             try:
-                number = 0 if op.local.device == "cpu" else int(op.local.device.partition(":")[2] or 0)
-                types = ("DRAM" if op.local.device == "cpu" else "VRAM", "VRAM" if handle.gpu else "DRAM")
+                kind, number = _memory(op.local.device)
+                types = (kind, "VRAM" if handle.gpu else "DRAM")
                 at = 0
                 pieces = [(op.offset, op.nbytes)] if op.runs is None else op.runs.parts(op.offset, 0, op.nbytes)
                 for offset, n in pieces:

@@ -88,23 +88,25 @@ class Peer:
 
     # -- reading
 
+    def _fetch(self, slot: Slot, address: int, n: int, remote: array[int]) -> None:
+        """The `n` bytes of the ranges `remote` -> `address`, and in the same call the slot, which must be intact."""
+        check = array("Q", (0, 0, 0, 0, 0, 0, 0))
+        remote.extend((self.table + slot.at * SLOT, 48, slot.guard, 8))
+        try:
+            moved = _vm.read(self.pid, array("Q", (address, n, check.buffer_info()[0], 56)), remote)
+        except OSError as e:
+            raise self._explain(e, slot) from None
+        if moved != n + 56:
+            raise self._explain(None, slot)
+        if check[0] != slot.id or check[6] & check[4] != check[5] or check[1] != slot.address:
+            raise _why(check, slot)
+
     def read(self, m: Move, cancelled: Callable[[], bool] = _never) -> None:
         """Region -> local memory."""
         slot, offset, address, left = m
         while True:
             n = left if left <= CHUNK else CHUNK
-            check = array("Q", (0, 0, 0, 0, 0, 0, 0))
-            at = check.buffer_info()[0]
-            local = array("Q", (address, n, at, 48, at + 48, 8))
-            remote = array("Q", (slot.address + offset, n, self.table + slot.at * SLOT, 48, slot.guard, 8))
-            try:
-                moved = _vm.read(self.pid, local, remote)
-            except OSError as e:
-                raise self._explain(e, slot) from None
-            if moved != n + 56:
-                raise self._explain(None, slot)
-            if check[0] != slot.id or check[6] & check[4] != check[5] or check[1] != slot.address:
-                raise _why(check, slot)
+            self._fetch(slot, address, n, array("Q", (slot.address + offset, n)))
             left -= n
             if not left:
                 return
@@ -120,18 +122,7 @@ class Peer:
         while left:
             count = min(most, left // runs.length)
             n = count * runs.length
-            check = array("Q", bytes(56))
-            at = check.buffer_info()[0]
-            remote = runs.ranges(slot.address + offset, row, count)
-            remote.extend((self.table + slot.at * SLOT, 48, slot.guard, 8))
-            try:
-                moved = _vm.read(self.pid, array("Q", (address, n, at, 56)), remote)
-            except OSError as e:
-                raise self._explain(e, slot) from None
-            if moved != n + 56:
-                raise self._explain(None, slot)
-            if check[0] != slot.id or check[6] & check[4] != check[5] or check[1] != slot.address:
-                raise _why(check, slot)
+            self._fetch(slot, address, n, runs.ranges(slot.address + offset, row, count))
             left -= n
             address += n
             row += count

@@ -6,6 +6,7 @@ request may touch is decided by the owner's table alone.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -13,6 +14,7 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from monarch.config import store
@@ -253,25 +255,18 @@ class _Session:
                 (self._write if op == _wire.WRITE else self._read)(owner, at, ident, offset, n)
 
     def _gather(self, owner: int, at: int, ident: int, offset: int, n: int, runs: Runs) -> None:
-        try:
+        with self._saying_why():
             source = self.server.source(owner)
             slot = source.gather_slot(at, ident, offset, n, runs)
-            done = 0
-            whole = max(1, _wire.CHUNK // runs.length) * runs.length
-            view = self.bounce if whole <= _wire.CHUNK else memoryview(bytearray(whole))
+            whole, done = _wire.CHUNK // runs.length * runs.length, 0
             while done < n:
                 size = min(whole, n - done)
-                source.gather(slot, offset + done // runs.length * runs.stride, view[:size], runs)
-                _wire.send(self.conn, [_wire.HEADER.pack(_wire.OK, size), view[:size]], _never)
+                source.gather(slot, offset + done // runs.length * runs.stride, self.bounce[:size], runs)
+                _wire.send(self.conn, [_wire.HEADER.pack(_wire.OK, size), self.bounce[:size]], _never)
                 done += size
-        except (_wire.Lost, Cancelled):
-            raise
-        except Exception as e:
-            status, text = _wire.status_of(e)
-            _wire.send(self.conn, [_wire.HEADER.pack(status, len(text)), text], _never)
 
     def _read(self, owner: int, at: int, ident: int, offset: int, left: int) -> None:
-        try:
+        with self._saying_why():
             source = self.server.source(owner)
             slot = source.slot(at, ident, offset, left, False)
             while left:
@@ -283,6 +278,12 @@ class _Session:
                 _wire.send(self.conn, [_wire.HEADER.pack(_wire.OK, n), chunk], _never)
                 offset += n
                 left -= n
+
+    @contextlib.contextmanager
+    def _saying_why(self) -> Iterator[None]:
+        """What fails in a read is said to who asked; the connection goes on."""
+        try:
+            yield
         except (_wire.Lost, Cancelled):
             raise
         except Exception as e:

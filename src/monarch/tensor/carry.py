@@ -21,7 +21,6 @@ class TensorReference(TypeError):
 
 class _Packing(threading.local):
     tensors: dict[int, Any] | None = None  #: id -> (number, handle)
-    extras: bool = False
 
 
 class _Filling(threading.local):

@@ -22,8 +22,6 @@ REPLAY = -11
 PIN = -12
 ADOPT = -13
 RECEIVE = -14  #: rest: token, pairs, device
-EXPORT = -15  #: rest: token, ranks, copy; hands values to an actor of the same process
-RESULT = -16  #: rest: token, mutated inputs, number of leaves, which of them are tensors; what the actor gave
 
 
 class Failure(NamedTuple):

@@ -103,13 +103,10 @@ def _importable(target: Any) -> ResolvableFunction | None:
 def _by_value(target: Any) -> ResolvableFunction | None:
     if not callable(target):
         return None
-    import cloudpickle
-
     try:
         data = pickling.dump_bytes(target)
     except Exception as e:
         raise ValueError(f"remote: {target!r} cannot be sent to the workers: {e}") from e
-    del cloudpickle
     return ResolvableFromCloudpickle(data, getattr(target, "__qualname__", repr(target)))
 
 

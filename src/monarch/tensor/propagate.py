@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from monarch.tensor.handle import Group, Tensor, make
-from monarch.tensor.meta import Fakes, Meta, faking, intern, meta_of, storage_key
+from monarch.tensor.meta import Fakes, Meta, faking, meta_of, storage_key
 
 
 class Leaf:
@@ -58,9 +58,6 @@ class Result:
             ids.append(t._ref.ident)
             flat.append(t)
         return pytree.tree_unflatten(flat, self.spec), tuple(ids)
-
-
-NOTHING = Result([], pytree.tree_structure(()), ())
 
 
 def nothing() -> Result:
@@ -129,6 +126,3 @@ def key_of(args: Any, kwargs: Any) -> tuple[Any, ...]:
                 ) from None
             key.append((type(x), x))
     return tuple(key)
-
-
-_unused = intern

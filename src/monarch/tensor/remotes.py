@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils import _pytree as pytree
 from monarch.mesh import Shape, Slice, ValueMesh
 from monarch.runtime.future import Future
 from monarch.tensor import carry, checks, sites, streams
-from monarch.tensor.codes import CALL, Failure
+from monarch.tensor.codes import CALL
 from monarch.tensor.fetch import first_error, shard_rank, use
 from monarch.tensor.functions import resolvable_function
 from monarch.tensor.handle import UNUSED, Tensor
@@ -303,6 +302,3 @@ def call_on_shard_and_fetch(
 
     fetched: Future[Any] = engine.ask(mesh, (*question, rank), decode)
     return fetched
-
-
-_unused: tuple[Any, ...] = (Failure, traceback, Callable)

@@ -37,20 +37,12 @@ class Slot(NamedTuple):
     checksum: int
 
 
-class Head:
-    """What a reader has fetched."""
+class _Words:
+    """The words that both sides read."""
 
-    def __init__(self) -> None:
-        self.memory = bytearray(HEAD_BYTES)
+    def __init__(self, nbytes: int) -> None:
+        self.memory = bytearray(nbytes)
         self._words = memoryview(self.memory).cast("q")
-
-    def check(self) -> None:
-        if self._words[0] != FORMAT:
-            raise ValueError("that is not a weight publisher of this version of monarch")
-
-    @property
-    def incarnation(self) -> int:
-        return self._words[1]
 
     @property
     def version(self) -> int:
@@ -63,6 +55,21 @@ class Head:
     @property
     def slots(self) -> int:
         return self._words[4]
+
+
+class Head(_Words):
+    """What a reader has fetched."""
+
+    def __init__(self) -> None:
+        super().__init__(HEAD_BYTES)
+
+    def check(self) -> None:
+        if self._words[0] != FORMAT:
+            raise ValueError("that is not a weight publisher of this version of monarch")
+
+    @property
+    def incarnation(self) -> int:
+        return self._words[1]
 
     @property
     def generation(self) -> int:
@@ -77,43 +84,29 @@ class Head:
         return Slot(*self._words[at : at + 3])
 
 
-class Page:
+class Page(_Words):
     """The publisher's page."""
 
     def __init__(self, nbytes: int, layout: int) -> None:
-        self._memory = bytearray(8 * WORDS)
-        self._words = memoryview(self._memory).cast("q")
-        self._words[:_HEAD] = memoryview(bytearray(8 * _HEAD)).cast("q")
+        super().__init__(8 * WORDS)
         self._words[1] = self.incarnation = random.SystemRandom().getrandbits(62) | 1
         self._words[2] = -1
         self._words[6], self._words[7] = nbytes, layout
         self._words[0] = FORMAT
         #: None where memory cannot be shared: the versions are then only sent by message
-        self.buffer = RDMABuffer(memoryview(self._memory)) if get_rdma_backend() != "none" else None
+        self.buffer = RDMABuffer(memoryview(self.memory)) if get_rdma_backend() != "none" else None
 
     def add_slot(self, buffer: RDMABuffer | None) -> int:
         i = self._words[4]
         data = pickle.dumps(buffer, 5) if buffer is not None else b""
         assert len(data) <= 8 * (_ENTRY - 1), "an RDMABuffer handle outgrew its place"
         at = 8 * (_DIRECTORY_AT + _ENTRY * i)
-        self._memory[at : at + 8] = len(data).to_bytes(8, "little")
-        self._memory[at + 8 : at + 8 + len(data)] = data
+        self.memory[at : at + 8] = len(data).to_bytes(8, "little")
+        self.memory[at + 8 : at + 8 + len(data)] = data
         self._words[_SLOTS_AT + 3 * i + 1] = -1
         self._words[4] = i + 1
         self._words[5] += 1
         return i
-
-    @property
-    def slots(self) -> int:
-        return self._words[4]
-
-    @property
-    def version(self) -> int:
-        return self._words[2]
-
-    @property
-    def current(self) -> int:
-        return self._words[3]
 
     def begin(self, i: int) -> None:
         """From now on slot `i` is being written: its stamp is odd."""

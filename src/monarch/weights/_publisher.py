@@ -77,6 +77,7 @@ class WeightPublisher:
         self._source = source
         self._dtype = dtype
         self.layout = WeightLayout.from_module(source, dtype=dtype)
+        self._places = self.layout.unique()
         tensors = named_tensors(source)
         self._cuda = sorted({str(t.device) for t in tensors.values() if t.is_cuda})
         self._pinned = staging == "pinned" or (staging == "auto" and bool(self._cuda))
@@ -97,7 +98,7 @@ class WeightPublisher:
         slot = torch.empty(self.layout.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         views = self.layout.views(slot)
         self._slots.append(slot)
-        self._views.append([views[e.name] for e in self.layout.unique()])
+        self._views.append([views[e.name] for e in self._places])
         if self._page.buffer is None:
             return self._page.add_slot(None)
         self._buffers.append(RDMABuffer(slot))
@@ -145,7 +146,7 @@ class WeightPublisher:
             raise RuntimeError("this WeightPublisher was closed")
         tensors = named_tensors(self._source)
         values = []
-        for e in self.layout.unique():
+        for e in self._places:
             t = tensors.get(e.name)
             if t is None or tuple(t.shape) != e.shape:
                 self.layout.check(WeightLayout.from_module(self._source, dtype=self._dtype))

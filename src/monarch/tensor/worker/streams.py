@@ -102,7 +102,7 @@ class WorkerStream:
         try:
             handlers[c[0]](self, lane, c, table)
         except BaseException as e:
-            self._failed(e, order, c, c[7] if c[0] == codes.CALL else c[6] if c[0] == codes.RESULT else (), table)
+            self._failed(e, order, c, c[7] if c[0] == codes.CALL else (), table)
 
     def _failed(self, e: BaseException, order: int, c: Any, mutated: Any, table: dict[int, Any]) -> None:
         poison = next((v for i in c[2] if isinstance(v := table.get(i), Poison)), None)
